@@ -1,0 +1,311 @@
+"""Saves and restores training state with Orbax; the only module that imports it (v1 API, still moving, pinned).
+
+On disk a checkpoint is ``DIRECTORY/STEP/``: one Orbax tree per section of the state (``params``, ``optimizer``, ...),
+so that each can be read alone, and a JSON dict of metadata. The layout does not know the mesh: arrays lie in their
+natural shape (layers first, no stage dim, no vocabulary padding), uncompressed and in chunks of at most 32 MiB, one
+layer per chunk where layers are big, so that a reader with other shards reads little more than it needs.
+
+With several processes every method of ``Store`` that is not a plain query is collective: all processes call it, in the
+same order, on one shared file system.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from jaxpar.checkpoint import commit
+from jaxpar.checkpoint.contents import (
+    FORMAT_VERSION,
+    UNPADDED,
+    StoredShapes,
+    arrays_to_store,
+    metadata_to_store,
+    misfits,
+    sections_by_path,
+)
+from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.checkpoint.paths import leaves_by_path, nested, path_string
+
+CHUNK_BYTES = 32 * 2**20
+"""Upper bound of a chunk, the smallest piece that a reader can fetch."""
+
+_LAYER_CHUNK_BYTES = 2**20
+"""Arrays whose slices along the first dim are at least this big get chunks of one slice."""
+
+_REPLICA_SLICE_BYTES = 2**20
+
+
+class Store:
+    """A directory of checkpoints, one per step.
+
+    A context manager; leaving it finishes the save in progress. One run writes to a directory at a time; any number of
+    others may read.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = None):
+        """Opens a directory; it need not exist yet, and nothing is written before the first save.
+
+        Args:
+            directory: Path on a file system that all processes share.
+            keep: How many of the newest complete steps a save leaves; None keeps all.
+        """
+        if "://" in os.fspath(directory):
+            raise CheckpointError(
+                f"{os.fspath(directory)}: object stores are not supported yet; give a file system path"
+            )
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; None keeps all")
+        self.directory = Path(directory).absolute()
+        self._keep = keep
+        self._saving: int | None = None
+        self._saved: concurrent.futures.Future[None] | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._tidy = False
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        *,
+        stored_shapes: StoredShapes = UNPADDED,
+    ) -> None:
+        """Starts to save; returns when the arrays may be changed or donated, while writing goes on in the background.
+
+        Waits for the save before it, whose error, if any, is raised here.
+
+        Args:
+            step: Number of the checkpoint; optimizer steps done.
+            state: Sections by name, each a pytree of ``jax.Array`` (scalars too).
+            metadata: What JSON can hold, for ``metadata(step)``: data position, seeds, resolved config, ...
+            stored_shapes: Shape on disk by leaf (``"params/embedding"``), for leaves padded in memory; what lies
+                outside is not saved.
+
+        Raises:
+            CheckpointError: This or the previous save failed; names the last good checkpoint. Or the step is already
+                complete in this directory.
+            ValueError: State or metadata cannot be stored; names the leaf or key.
+        """
+        self.wait()
+        arrays = arrays_to_store(state, stored_shapes)
+        custom_metadata = metadata_to_store(step, metadata)
+        if step in self.steps():
+            raise CheckpointError(f"{self.directory} already holds a complete checkpoint of step {step}")
+        try:
+            if jax.process_index() == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                if not self._tidy:
+                    commit.remove_remnants(self.directory)
+            self._tidy = True
+            with _saving_context():
+                response = ocp.save_checkpointables_async(
+                    self.directory / str(step), arrays, overwrite=True, custom_metadata=custom_metadata
+                )
+        except Exception as error:  # Orbax raises many kinds; whatever it was, this checkpoint does not exist
+            raise self._save_failed(step, error) from error
+        self._saving = step
+        self._saved = self._thread.submit(self._finish, step, response)
+
+    def wait(self) -> None:
+        """Waits for the save in progress, if any.
+
+        Raises:
+            CheckpointError: It failed on this process; names the last good checkpoint. Other processes may still wait
+                for this one, so the run ends.
+        """
+        if self._saved is None:
+            return
+        saved, step = self._saved, self._saving
+        error = saved.exception()
+        self._saved = self._saving = None
+        if error is not None:
+            # Raised at once, not after agreeing with the other processes: those may wait for this one inside Orbax.
+            raise self._save_failed(step, error) from error
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"checkpoint {step} of {self.directory}")  # process 0 commits last
+
+    def close(self) -> None:
+        """Finishes the save in progress; raises like ``wait``."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        """Returns the store itself."""
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Closes; an error that is already on its way keeps precedence, and a failed save is noted on it."""
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))
+
+    def steps(self) -> list[int]:
+        """Complete steps, ascending. Does not include a save in progress."""
+        return [step for step in commit.scan(self.directory)[0] if step != self._saving]
+
+    def skipped(self) -> list[tuple[int, str]]:
+        """(step, why) of unfinished and damaged steps, which are ignored; a later save at their step replaces them."""
+        return [(step, why) for step, why in commit.scan(self.directory)[1] if step != self._saving]
+
+    def latest(self) -> int | None:
+        """The newest complete step, or None."""
+        return max(self.steps(), default=None)
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """The metadata of a step, with ``step`` and ``format_version`` added; reads no arrays.
+
+        Raises:
+            CheckpointError: There is no such complete step, or a newer jaxpar wrote it.
+        """
+        return dict(self._stored(step).custom_metadata)
+
+    def leaves(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape on disk and dtype of every leaf (``"params/layers/q"``); reads no arrays, needs no devices.
+
+        Raises:
+            CheckpointError: As ``metadata``, or a section's tree is damaged.
+        """
+        leaves = {}
+        for section, tree in self._stored(step).metadata.items():
+            if tree is None:  # Orbax logs the storage error and goes on
+                raise self._unreadable(step, f"the tree of section {section} is damaged")
+            for path, leaf in leaves_by_path(tree, section).items():
+                leaves[path_string(section, path)] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return leaves
+
+    def restore(
+        self,
+        step: int,
+        abstract_state: Mapping[str, Any],
+        *,
+        stored_shapes: StoredShapes = UNPADDED,
+        ignore: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Reads a state onto the target shardings, each device only what it holds.
+
+        Args:
+            step: A complete step.
+            abstract_state: Sections by name, each a pytree of ``jax.ShapeDtypeStruct`` with sharding.
+            stored_shapes: Shape on disk by leaf, for leaves padded in memory; the rest is filled with zeros.
+            ignore: Sections that are in the checkpoint and stay there, such as ``{"optimizer"}`` to read params only.
+
+        Returns:
+            ``abstract_state`` with arrays in place of the leaves, of exactly that shape, dtype and sharding.
+
+        Raises:
+            CheckpointError: One message, before any data is read, with every missing, unexpected, wrong-shape and
+                wrong-dtype leaf, every missing section, every target without sharding. Or the data cannot be read.
+        """
+        self.wait()
+        stored = self.leaves(step)
+        sections = sections_by_path(abstract_state)
+        targets = {path_string(s, path): leaf for s, leaves in sections.items() for path, leaf in leaves.items()}
+        if problems := misfits(targets, stored, stored_shapes, ignore):
+            raise CheckpointError(
+                f"step {step} of {self.directory} does not fit this run; nothing was read:\n  "
+                + "\n  ".join(problems)
+                + "\n-> use the model, optimizer and precision settings that wrote it (they are in its metadata)"
+            )
+        loaded = self._load(step, {s: nested(leaves) for s, leaves in sections.items() if leaves}, bool(stored_shapes))
+        state = {}
+        for section, tree in abstract_state.items():
+            arrays = leaves_by_path(loaded.get(section, {}), section)
+            state[section] = jax.tree.unflatten(jax.tree.structure(tree), [arrays[path] for path in sections[section]])
+        return state
+
+    def _finish(self, step: int, response: ocp.AsyncResponse[None]) -> None:
+        """Runs in the background: the last of a save, and the removal of old steps."""
+        response.result()
+        if jax.process_index() != 0:
+            return
+        commit.write_commit_mark(self.directory / str(step))
+        if self._keep is not None:
+            try:
+                commit.remove_old(self.directory, keep=self._keep, saved=step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"step {step} is saved in {self.directory}, but older checkpoints could not be removed: {error}"
+                ) from error
+
+    def _save_failed(self, step: int | None, error: BaseException) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        latest = self.latest()
+        last_good = (
+            "there is no complete checkpoint" if latest is None else f"the last good checkpoint is step {latest}"
+        )
+        reason = f"{type(error).__name__}: {error}"
+        return CheckpointError(f"saving step {step} to {self.directory} failed ({reason}); {last_good}")
+
+    def _stored(self, step: int) -> ocp.CheckpointMetadata[dict[str, Any]]:
+        """Orbax's view of a complete step whose format we can read."""
+        complete, skipped = self.steps(), dict(self.skipped())
+        if step not in complete:
+            why = skipped.get(step, "it does not exist")
+            there = f"complete steps: {', '.join(map(str, complete))}" if complete else "it has no complete step"
+            raise CheckpointError(f"step {step} of {self.directory} cannot be read: {why}; {there}")
+        stored = ocp.checkpointables_metadata(self.directory / str(step))
+        version = (stored.custom_metadata or {}).get("format_version")
+        if not isinstance(version, int):
+            raise CheckpointError(f"step {step} of {self.directory} was not written by jaxpar (no format_version)")
+        if version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"step {step} of {self.directory} has format version {version}; this jaxpar reads up to "
+                f"{FORMAT_VERSION}\n-> read it with the newer jaxpar that wrote it"
+            )
+        return stored
+
+    def _load(self, step: int, abstract: dict[str, Any], padded: bool) -> dict[str, Any]:
+        """Reads sections whose trees are known to match."""
+        if not abstract:
+            return {}
+        context = ocp.Context()
+        context.array.loading.enable_padding_and_truncation = padded  # our own check has compared every shape
+        try:
+            with context:
+                return ocp.load_checkpointables(self.directory / str(step), abstract)
+        except Exception as error:  # Orbax and tensorstore raise many kinds; all mean that the data is not readable
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # Orbax wraps the storage error, which names leaf and file
+                cause = cause.__cause__
+            message = str(cause).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
+            raise self._unreadable(step, f"{type(cause).__name__}: {message}") from error
+
+    def _unreadable(self, step: int, reason: str) -> CheckpointError:
+        others = ", ".join(str(other) for other in self.steps() if other != step) or "there is none"
+        return CheckpointError(
+            f"step {step} of {self.directory} cannot be read: {reason}\n-> resume from another step: {others}"
+        )
+
+
+def _saving_context() -> ocp.Context:
+    """Orbax options of every save."""
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # trained weights hardly compress, and chunks stay cheap to slice
+    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
+    # Replicas share the writing of a replicated array; for small ones that only costs a compiled slice per shape.
+    context.array.saving.min_slice_bytes_for_replica_parallel = _REPLICA_SLICE_BYTES
+    storage_options = type(context.array.saving.storage_options)
+
+    def one_layer_per_chunk(_: Any, leaf: jax.Array) -> Any:
+        # Orbax 0.12.8 splits a shard axis down to single indices: right for layers, ruinous for an embedding's rows.
+        layer_bytes = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+        return storage_options(shard_axes=(0,)) if leaf.ndim > 1 and layer_bytes >= _LAYER_CHUNK_BYTES else None
+
+    context.array.saving.scoped_storage_options_creator = one_layer_per_chunk
+    return context

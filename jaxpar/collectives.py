@@ -1,0 +1,160 @@
+"""The islands: fully manual ``shard_map`` regions where we choose the collective instead of the compiler.
+
+Types carry the bookkeeping. In Explicit mode an array may be ``reduced`` over an axis: every device holds the same
+value, and its cotangent is ``unreduced``, a partial sum per device that nobody has added up yet. So the place where a
+gradient is reduced is the place where a type changes, and it is one of these functions:
+
+- ``defer_reduction`` marks parameters before the backward pass, so that gradients come back as partial sums over the
+  axes that do not shard them (``data``; every axis for norm scales) and can be accumulated over microbatches;
+- ``gather_weight`` gathers one block's weight; its transpose reduce-scatters the gradient to 1/N;
+- ``finish_reduction`` adds up what is left, once per step and only on the 1/N shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, reshard
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.sharding import BATCH_AXES, GATHER_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
+
+REDUCTION_AXES = (*BATCH_AXES, "context", "tensor")
+"""Axes over which devices see different tokens, so that gradients must be summed over them."""
+
+
+def current_mesh() -> AbstractMesh:
+    """The mesh of the ``jax.set_mesh`` context; sizes are static while tracing."""
+    return jax.sharding.get_abstract_mesh()
+
+
+def spec_of(x: jax.Array) -> P:
+    """PartitionSpec in the type of ``x``, with its reduced and unreduced axes."""
+    return jax.typeof(x).sharding.spec
+
+
+def island(body: Callable, in_specs: object, out_specs: object) -> Callable:
+    """``body`` on local shards, manual over every mesh axis."""
+    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)
+
+
+def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Inside an island: use a value that is ``reduced`` over ``axes`` together with values that differ over them."""
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+def unreduced(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Inside an island: declare local values to be partial sums over ``axes``."""
+    return lax.pcast(x, tuple(axes), to="unreduced") if axes else x
+
+
+def defer_reduction(params: object) -> object:
+    """Mark parameters so that their gradients stay partial sums over every axis that does not shard them."""
+    mesh = current_mesh()
+
+    def mark(param: jax.Array) -> jax.Array:
+        spec = spec_of(param)
+        own = {axis for entry in spec.partitions for axis in axes_of(entry)}
+        deferred = {axis for axis in REDUCTION_AXES if mesh.shape[axis] > 1 and axis not in own}
+        return reshard(param, P(*spec.partitions, reduced=deferred)) if deferred else param
+
+    return jax.tree.map(mark, params)
+
+
+def zero_gradients(marked: object) -> object:
+    """Zeros with the types that gradients of ``marked`` parameters have: the start of an accumulation."""
+
+    def zeros(param: jax.Array) -> jax.Array:
+        spec = spec_of(param)
+        return jnp.zeros(param.shape, param.dtype, out_sharding=P(*spec.partitions, unreduced=spec.reduced))
+
+    return jax.tree.map(zeros, marked)
+
+
+def finish_reduction(grads: object) -> object:
+    """Add up partial sums: one all-reduce per leaf over the axes that do not shard it. Afterwards types are plain."""
+
+    def reduce(grad: jax.Array) -> jax.Array:
+        spec = spec_of(grad)
+        return reshard(grad, P(*spec.partitions)) if spec.unreduced else grad
+
+    return jax.tree.map(reduce, grads)
+
+
+def gather_weight(weight: jax.Array, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
+    """One block's weight, whole over the gather axes, in the compute dtype.
+
+    The cast happens before the gather, so ``compute`` is what travels; the gradient is reduce-scattered in ``reduce``
+    and handed back in the weight's own dtype. Sharding over ``tensor`` stays as it is.
+
+    Args:
+        weight: sharded over ``GATHER_AXES`` on at most one dim; may be ``reduced`` over other axes.
+        compute: dtype of the result.
+        reduce: dtype of the gradient's reduce-scatter.
+    """
+    spec = spec_of(weight)
+    sharded = [dim for dim, entry in enumerate(spec.partitions) if set(axes_of(entry)) & set(GATHER_AXES)]
+    if not sharded:
+        return weight.astype(compute)
+    (dim,) = sharded
+    axes = axes_of(spec.partitions[dim])
+    whole = [None if d == dim else entry for d, entry in enumerate(spec.partitions)]
+    deferred = frozenset(spec.reduced)
+    everywhere = deferred | set(axes)
+
+    gather = island(
+        lambda w: lax.all_gather(w.astype(compute), axes, axis=dim, tiled=True, to="reduced"),
+        in_specs=spec,
+        out_specs=P(*whole, reduced=everywhere),
+    )
+    scatter = island(
+        lambda g: lax.psum_scatter(g.astype(reduce), axes, scatter_dimension=dim, tiled=True),
+        in_specs=P(*whole, unreduced=everywhere),
+        out_specs=P(*spec.partitions, unreduced=deferred),
+    )
+
+    # Plain autodiff would reduce-scatter in the compute dtype, because the cast is inside the island.
+    @jax.custom_vjp
+    def gathered(w: jax.Array) -> jax.Array:
+        return gather(w)
+
+    gathered.defvjp(lambda w: (gather(w), None), lambda _, g: (scatter(g).astype(weight.dtype),))
+    return gathered(weight)
+
+
+def enter_block(x: jax.Array) -> jax.Array:
+    """Sequence shards -> the whole sequence on each tensor device, before column-parallel products.
+
+    Args:
+        x: [B, S, D], S sharded over ``tensor``.
+    """
+    mesh = current_mesh()
+    if sequence_entry(mesh) is None:
+        return x
+    whole = P(batch_entry(mesh), None, None, reduced={SEQUENCE_AXIS})
+    gather = island(lambda x: lax.all_gather(x, SEQUENCE_AXIS, axis=1, tiled=True, to="reduced"), spec_of(x), whole)
+    return gather(x)
+
+
+def row_parallel(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Product that contracts a dim sharded over ``tensor``, reduce-scattered to sequence shards.
+
+    Args:
+        equation: einsum with result [B, S, D].
+        x: activations, whole sequence, contracted dims sharded over ``tensor``.
+        weight: gathered weight.
+    """
+    mesh = current_mesh()
+    batch, sequence = batch_entry(mesh), sequence_entry(mesh)
+    if sequence is None:
+        return jnp.einsum(equation, x, weight, out_sharding=P(batch, None, None))
+    partial = P(batch, None, None, unreduced={SEQUENCE_AXIS})
+    scatter = island(
+        lambda y: lax.psum_scatter(y, SEQUENCE_AXIS, scatter_dimension=1, tiled=True),
+        partial,
+        P(batch, sequence, None),
+    )
+    return scatter(jnp.einsum(equation, x, weight, out_sharding=partial))

@@ -1,0 +1,303 @@
+"""The config schema: frozen sections, one docstring per field, no JAX.
+
+The docstring under a field is its documentation everywhere: ``docs/config.md`` and ``jaxpar config --reference`` are
+generated from it, and the types and bounds below are what error messages say is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes from slow links (outermost) to fast links (innermost)."""
+
+BYTE_VOCAB_SIZE = 257
+"""Ids of the ``bytes`` tokenizer: one per byte and one for the end of a document."""
+
+_SECTION = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+# Strict: "8", 8.0 and true are not integers, 1 is not a boolean; an integer is a float.
+Int = Annotated[int, Field(strict=True)]
+Positive = Annotated[int, Field(strict=True, ge=1)]
+NonNegative = Annotated[int, Field(strict=True, ge=0)]
+Bool = Annotated[bool, Field(strict=True)]
+FiniteFloat = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class RunConfig:
+    """Where a run lives and what makes it reproducible."""
+
+    dir: str = "runs/default"
+    """Directory of this run, relative to the working directory; holds config.toml, metrics.jsonl and checkpoints/."""
+    seed: NonNegative = 0
+    """Seed of the parameter initialisation and of the data order."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class RopeScaling:
+    """Llama 3.1 frequency scaling (``rope_type = "llama3"`` of Hugging Face transformers)."""
+
+    factor: Annotated[FiniteFloat, Field(gt=0)] = 8.0
+    """Wavelengths longer than the original context are stretched by this factor."""
+    low_freq_factor: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    """Wavelengths above original_max_positions / low_freq_factor are stretched fully."""
+    high_freq_factor: Annotated[FiniteFloat, Field(gt=0)] = 4.0
+    """Wavelengths below original_max_positions / high_freq_factor are left alone."""
+    original_max_positions: Positive = 8192
+    """Context length of the model before scaling."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class ModelConfig:
+    """A decoder-only Transformer. Give ``preset``, or the dimensions, or both (explicit dimensions win)."""
+
+    preset: str | None = None
+    """Public model name whose dimensions are used, e.g. "llama-3.1-8b"; ``jaxpar config --presets`` lists them."""
+    family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2"] = "llama"
+    """Architecture: llama (2, 3, 3.1), qwen2 (qkv biases), qwen3 (qk-norm). gemma and gpt2: parameter counts only, not
+    trainable yet."""
+    vocab_size: NonNegative = 0
+    """Number of token ids; 0 takes the tokenizer's."""
+    vocab_multiple: Positive = 128
+    """The vocabulary is padded to this multiple in memory, with masked logits, whatever the mesh; on disk it is
+    unpadded."""
+    embed_dim: NonNegative = 0
+    """Width of the residual stream."""
+    num_layers: NonNegative = 0
+    """Number of Transformer blocks."""
+    num_heads: NonNegative = 0
+    """Number of query heads."""
+    num_kv_heads: NonNegative = 0
+    """Number of key and value heads (GQA); 0 means num_heads. mesh.tensor must divide it."""
+    head_dim: NonNegative = 0
+    """Width of one head; 0 means embed_dim / num_heads."""
+    mlp_dim: NonNegative = 0
+    """Width of the MLP's hidden layer."""
+    max_positions: NonNegative = 0
+    """Length of the learned position table (gpt2); 0 for RoPE families, which have none."""
+    tie_embeddings: Bool = False
+    """Use the token embedding as the output head; it is then one parameter."""
+    norm_eps: Annotated[FiniteFloat, Field(gt=0)] = 1e-5
+    """Epsilon inside the normalisation's square root."""
+    rope_theta: Annotated[FiniteFloat, Field(gt=0)] = 10000.0
+    """Base of the rotary position frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 frequency scaling; absent means none. Written "none", it removes the scaling of a preset."""
+    init_std: Annotated[FiniteFloat, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights; projections back into the residual stream use
+    init_std / sqrt(2 num_layers)."""
+    init_from: str | None = None
+    """Start from these weights instead of random ones: "hf:DIR" reads a Hugging Face directory (config.json and
+    safetensors), whose dimensions then need not be given here."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class MeshConfig:
+    """Devices per mesh axis. The product must equal the device count; one axis may be -1 ("the rest")."""
+
+    pipeline: Int = 1
+    """Pipeline stages. Not yet: must be 1."""
+    data: Int = 1
+    """Replicas whose gradients are all-reduced; with fsdp above 1 this is hybrid sharding (data across nodes, fsdp
+    inside)."""
+    fsdp: Int = 1
+    """Devices that shard parameters, gradients and optimizer state; weights are gathered block by block."""
+    expert: Int = 1
+    """Devices that shard the experts. Not yet: must be 1."""
+    context: Int = 1
+    """Devices that shard the sequence in attention. Not yet: must be 1."""
+    tensor: Int = 1
+    """Devices that shard heads, MLP width and vocabulary (and, between blocks, the sequence); keep it inside one NVLink
+    domain."""
+    fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
+    """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class PipelineConfig:
+    """Pipeline schedule; used when mesh.pipeline is above 1."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Order of forward and backward microbatches. Not yet: mesh.pipeline must be 1."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class DataConfig:
+    """What is trained on, and how it becomes rows of seq_len tokens."""
+
+    source: Literal["synthetic", "text"] = "synthetic"
+    """synthetic: reproducible random rows, for tests and benchmarks. text: the files of data.paths."""
+    paths: tuple[str, ...] = ()
+    """Glob patterns of text files, relative to the working directory; "stdlib:*.py" globs in Python's own standard
+    library."""
+    tokenizer: str = "bytes"
+    """"bytes" (one id per byte, plus an end-of-document id), or the path of a tokenizer.json."""
+    num_samples: Positive = 1024
+    """Number of rows of the synthetic source."""
+    seq_len: Positive = 256
+    """Tokens per row that are predicted; rows hold one token more, so that every position has a label."""
+    pack: Bool = True
+    """Put several documents in one row, isolated from each other in attention, positions and labels; false pads one
+    document per row."""
+    shuffle: Bool = True
+    """One seeded permutation of all rows per epoch, the same on every mesh and process count; false keeps the order of
+    the files."""
+    last_batch: Literal["drop", "pad"] = "drop"
+    """What happens to the last rows of an epoch when they do not fill a batch: left out of that epoch, or padded with
+    rows of weight 0."""
+    validation_fraction: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0
+    """Share of the documents (synthetic: rows) held out for validation; they never train."""
+    prefetch: Positive = 2
+    """Batches prepared ahead of the step that uses them."""
+    num_threads: Positive = 2
+    """Threads that read and assemble rows."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class TrainConfig:
+    """The training loop."""
+
+    steps: Positive = 100
+    """Optimizer steps of the whole run; the learning-rate schedule ends here."""
+    stop_at: Positive | None = None
+    """End this run early after this step, without changing the schedule; a later run resumes from there."""
+    global_batch_size: Positive = 8
+    """Rows per optimizer step over all devices and microbatches."""
+    microbatches: Positive = 1
+    """Forward and backward passes whose gradients make one optimizer step (gradient accumulation, weighted by
+    tokens)."""
+    remat: Literal["none", "full"] = "full"
+    """What the backward pass recomputes: full keeps only each block's input; none keeps activations (never gathered
+    weights)."""
+    z_loss: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Coefficient of the squared log-partition penalty (PaLM, section 5), added to the loss."""
+    loss_chunk_tokens: NonNegative = 0
+    """Tokens whose logits exist at one time on a device; 0 chooses so that they take at most 512 MiB in float32."""
+    eval_every: NonNegative = 0
+    """Steps between validation passes; there is also one before the first and after the last step. 0: no validation."""
+    eval_batches: NonNegative = 0
+    """Batches of one validation pass; 0: the whole validation split."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite ends the run naming the step, or leaves params and optimizer as they
+    were."""
+    max_skipped_steps: NonNegative = 10
+    """With nonfinite = "skip": this many skipped steps in a row are allowed, one more ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class PrecisionConfig:
+    """Number formats."""
+
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Master parameters and optimizer moments are kept in this type; bfloat16 loses small updates and is warned
+    about."""
+    compute: Literal["float32", "bfloat16"] = "bfloat16"
+    """Matrix products, activations and weight gathers; float32 means full float32 products (no TF32)."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Gradient reductions across devices."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class OptimConfig:
+    """Optimizer and learning-rate schedule. All counts are optimizer steps."""
+
+    name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
+    """adamw. The others: not yet."""
+    lr: Annotated[FiniteFloat, Field(ge=0)] = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Decay after the warm-up: cosine or linear to min_lr_ratio; wsd holds the peak and decays over the last
+    decay_steps; constant."""
+    warmup_steps: NonNegative = 0
+    """Steps of linear warm-up: step i of w uses (i + 1) / w of the peak, so the first step is not lost."""
+    decay_steps: NonNegative = 0
+    """wsd: steps of the final linear decay; 0 means a tenth of train.steps."""
+    min_lr_ratio: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end of the decay, as a share of the peak."""
+    b1: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    b2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[FiniteFloat, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.1
+    """Decoupled weight decay, multiplied by the learning rate."""
+    decay_norms: Bool = False
+    """Whether weight decay applies to normalisation scales."""
+    decay_biases: Bool = False
+    """Whether weight decay applies to biases."""
+    decay_embeddings: Bool = True
+    """Whether weight decay applies to the token embedding (and a tied head)."""
+    clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class CheckpointConfig:
+    """Saving and resuming the whole training state."""
+
+    every: NonNegative = 500
+    """Steps between checkpoints; 0: only at the end and on interruption."""
+    final: Bool = True
+    """Whether a run that ends or is interrupted saves its last step; false with every = 0 writes no checkpoint at
+    all."""
+    keep: Positive = 3
+    """Number of newest checkpoints that are kept."""
+    resume: str = "auto"
+    """auto: from the run's newest checkpoint if there is one. never: a run directory with checkpoints is an error.
+    must: none is an error. Else the path of a checkpoints directory."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class RuntimeConfig:
+    """Processes and devices."""
+
+    cpu_devices: NonNegative = 0
+    """Train on the CPU with this many fake devices per process; 0 uses the accelerators that JAX finds."""
+    coordinator: str | None = None
+    """host:port of process 0; needed when num_processes is above 1."""
+    num_processes: Positive = 1
+    """Processes of this run."""
+    process_id: NonNegative = 0
+    """Number of this process, from 0."""
+    start_timeout_s: Positive = 120
+    """Seconds to wait for all processes to arrive."""
+    memory_fraction: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.92
+    """Share of each GPU's memory that JAX reserves at start."""
+    compilation_cache: str | None = None
+    """Directory for compiled programs, so that a restart does not compile again."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class ObserveConfig:
+    """What a run reports."""
+
+    log_every: Positive = 1
+    """Steps between lines of progress; metrics.jsonl has every step."""
+    sample_ids: Bool = False
+    """Adds the step's global record ids, in row order, to metrics.jsonl."""
+    tensorboard: Bool = False
+    """Also write TensorBoard events under run.dir (needs the tensorboard extra)."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (needs the wandb extra)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_SECTION)
+class Config:
+    """Everything that defines a run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
+    observe: ObserveConfig = Field(default_factory=ObserveConfig)

@@ -1,0 +1,77 @@
+"""Causal self-attention of packed documents: the one function through which every kernel is reached.
+
+Shapes: B batch, S sequence, H heads, K kv heads, h head_dim. Heads are sharded over ``tensor``, rows over the batch
+axes; the sequence is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import current_mesh, island, spec_of, varying
+from jaxpar.model.layers import normalise, rotate
+from jaxpar.sharding import batch_entry
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequenceInfo:
+    """What attention needs to know about the rows, computed once per microbatch."""
+
+    cos: jax.Array
+    """float32 [B, S, h/2]: cosine of every position's rotation."""
+    sin: jax.Array
+    """float32 [B, S, h/2]."""
+    segment_ids: jax.Array
+    """int32 [B, S]: which document of the row a token belongs to; 0 is padding."""
+
+
+def attention(
+    q_bshk: jax.Array,
+    k_bskk: jax.Array,
+    v_bskk: jax.Array,
+    extras: Mapping[str, jax.Array],
+    info: SequenceInfo,
+    norm_eps: float,
+) -> jax.Array:
+    """Biases, qk-norm, RoPE and attention, all local to a device's heads and rows.
+
+    Args:
+        q_bshk: [B, S, H, h].
+        k_bskk: [B, S, K, h]; K divides H, query head i uses kv head i // (H / K).
+        v_bskk: [B, S, K, h].
+        extras: of q_bias [H, h], k_bias, v_bias [K, h], q_norm, k_norm [h] those that the family has.
+        info: positions and documents; a token attends to earlier tokens of its own document only.
+        norm_eps: epsilon of the qk-norm.
+
+    Returns:
+        [B, S, H, h].
+    """
+    mesh = current_mesh()
+    batch = batch_entry(mesh)
+    extra_specs = {name: spec_of(value) for name, value in extras.items()}
+    info_specs = SequenceInfo(cos=P(batch, None, None), sin=P(batch, None, None), segment_ids=P(batch, None))
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, jax.Array], info: SequenceInfo) -> jax.Array:
+        extras = {name: varying(value, extra_specs[name].reduced) for name, value in extras.items()}
+        q, k, v = (
+            x + extras[bias].astype(x.dtype) if bias in extras else x
+            for x, bias in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias"))
+        )
+        if "q_norm" in extras:
+            q, k = normalise(q, extras["q_norm"], norm_eps), normalise(k, extras["k_norm"], norm_eps)
+        q, k = rotate(q, info.cos, info.sin), rotate(k, info.cos, info.sin)
+        return attend(q, k, v, info.segment_ids)
+
+    specs = (spec_of(q_bshk), spec_of(k_bskk), spec_of(v_bskk), extra_specs, info_specs)
+    return island(local, specs, spec_of(q_bshk))(q_bshk, k_bskk, v_bskk, dict(extras), info)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Softmax attention of local arrays, causal, and only inside a document; softmax in float32."""
+    same_document = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=same_document[:, None], is_causal=True, implementation="xla")

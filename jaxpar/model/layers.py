@@ -1,0 +1,102 @@
+"""Pieces of a decoder block.
+
+Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V padded vocabulary, L layers.
+Activations between blocks are [B, S, D] with B over the batch axes and S over ``tensor``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.collectives import current_mesh, island, spec_of, varying
+from jaxpar.config.schema import RopeScaling
+from jaxpar.sharding import BATCH_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
+
+
+def normalise(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last dim (arXiv 1910.07467), in float32, result in the dtype of ``x``."""
+    x_f32 = x.astype(jnp.float32)
+    return (x_f32 * lax.rsqrt(jnp.mean(x_f32 * x_f32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, scale_d: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of [B, S, D] activations; the scale's gradient stays a partial sum (see ``collectives``)."""
+    spec, scale_spec = spec_of(x), spec_of(scale_d)
+    body = lambda x, scale: normalise(x, varying(scale, scale_spec.reduced), eps)  # noqa: E731
+    return island(body, (spec, scale_spec), spec)(x, scale_d)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> list[float]:
+    """Angular frequency of each of the head_dim / 2 rotation planes, in radians per position.
+
+    Source: RoFormer (arXiv 2104.09864) equation 15; scaling as ``_compute_llama3_parameters`` in Hugging Face
+    transformers (long wavelengths divided by ``factor``, short ones kept, linear between).
+    """
+    frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if scaling is None:
+        return frequencies
+
+    def scaled(frequency: float) -> float:
+        turns = scaling.original_max_positions * frequency / (2 * math.pi)
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = min(1.0, max(0.0, keep))
+        return (1 - keep) * frequency / scaling.factor + keep * frequency
+
+    return [scaled(frequency) for frequency in frequencies]
+
+
+def rope_angles(positions_bs: jax.Array, frequencies: list[float]) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the rotation of every position: two float32 [B, S, h/2]."""
+    angles = positions_bs.astype(jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_bshk: jax.Array, cos_bsk: jax.Array, sin_bsk: jax.Array) -> jax.Array:
+    """Rotary embedding, first half of the head against the second (the convention of Hugging Face Llama)."""
+    first, second = jnp.split(x_bshk.astype(jnp.float32), 2, -1)
+    cos, sin = cos_bsk[:, :, None], sin_bsk[:, :, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_bshk.dtype)
+
+
+def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.Array:
+    """Look tokens up in a table sharded over vocabulary and embed, moving activations instead of the table.
+
+    Each device looks the tokens of its whole gather group up in its own columns; ``psum_scatter`` adds the vocabulary
+    shards up and cuts the sequence; an all-to-all trades columns for rows. The gradient takes the same way back, so
+    the table is never gathered and its gradient needs no reduction over the gather axes.
+
+    Args:
+        table_vd: [V, D], V over ``tensor``, D over the gather axes.
+        tokens_bs: int32 [B, S], B over the batch axes.
+        compute: dtype of the result.
+
+    Returns:
+        [B, S, D] as between blocks.
+    """
+    mesh = current_mesh()
+    table_spec = spec_of(table_vd)
+    vocab_axes, embed_axes = (axes_of(entry) for entry in table_spec.partitions)
+    exchange_axes = tuple(axis for axis in embed_axes if axis in BATCH_AXES)
+
+    def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        table = varying(table, table_spec.reduced)
+        if exchange_axes:
+            tokens = lax.all_gather(tokens, exchange_axes, axis=0, tiled=True)
+        if vocab_axes:
+            tokens = tokens - lax.axis_index(vocab_axes) * table.shape[0]
+            mine = (tokens >= 0) & (tokens < table.shape[0])
+            rows = jnp.where(mine[..., None], table[jnp.where(mine, tokens, 0)], 0)
+            rows = lax.psum_scatter(rows.astype(compute), SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
+        else:
+            rows = table[tokens].astype(compute)
+        if exchange_axes:
+            rows = lax.all_to_all(rows, exchange_axes, split_axis=0, concat_axis=2, tiled=True)
+        return rows
+
+    out_spec = P(batch_entry(mesh), sequence_entry(mesh), None)
+    return island(local, (table_spec, P(batch_entry(mesh), None)), out_spec)(table_vd, tokens_bs)

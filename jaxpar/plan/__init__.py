@@ -1,0 +1,1 @@
+"""Planning: pure arithmetic on a config, before any device is touched. Imports no JAX."""

@@ -1,0 +1,159 @@
+"""Rules of the model: its dims against each other and against the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jaxpar.config.dims import dims_problems
+from jaxpar.config.errors import Problem
+from jaxpar.config.families import FAMILIES
+from jaxpar.plan.facts import EMBED_AXES, Facts
+from jaxpar.plan.parameters import dim_sizes, padded_vocab_size, param_kinds
+
+_MAX_AXIS = 4096
+
+# Logical dim -> the mesh axes that split it and the config key that sets its size.
+_SHARDED_DIMS = {
+    "embed": (EMBED_AXES, "model.embed_dim"),
+    "heads": (("tensor",), "model.num_heads"),
+    "kv_heads": (("tensor",), "model.num_kv_heads"),
+    "mlp": (("tensor",), "model.mlp_dim"),
+    "vocab": (("tensor",), "model.vocab_multiple"),
+}
+
+
+def dims_complete(facts: Facts) -> Iterator[Problem]:
+    """The dims that define a model are given."""
+    yield from dims_problems(facts.model)
+
+
+def kv_heads_divide_heads(facts: Facts) -> Iterator[Problem]:
+    """Every kv head serves the same number of query heads."""
+    model = facts.model
+    if model.num_heads and model.num_heads % model.num_kv_heads:
+        yield Problem(
+            key="model.num_kv_heads",
+            value=model.num_kv_heads,
+            message=f"does not divide model.num_heads = {model.num_heads} "
+            f"(remainder {model.num_heads % model.num_kv_heads})",
+            remedy=f"use one of {_divisors(model.num_heads)}",
+        )
+
+
+def head_dim_even(facts: Facts) -> Iterator[Problem]:
+    """RoPE turns pairs of head dims."""
+    model = facts.model
+    if model.head_dim % 2 and not FAMILIES[model.family].learned_positions:
+        yield Problem(
+            key="model.head_dim",
+            value=model.head_dim,
+            message=f"RoPE ({model.family}) turns pairs of head dims, so head_dim must be even",
+            remedy=f"set model.head_dim to {model.head_dim + 1} or another even number",
+        )
+
+
+def rope_scaling_order(facts: Facts) -> Iterator[Problem]:
+    """The scaled and the unscaled band of frequencies do not overlap, or the blend between them divides by 0."""
+    scaling = facts.model.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield Problem(
+            key="model.rope_scaling.high_freq_factor",
+            value=scaling.high_freq_factor,
+            message=f"must be above model.rope_scaling.low_freq_factor = {scaling.low_freq_factor}",
+            remedy="llama-3.1 has low 1 and high 4",
+        )
+
+
+def positions_fit(facts: Facts) -> Iterator[Problem]:
+    """Learned positions reach as far as a row; RoPE families have none."""
+    model, seq_len = facts.model, facts.config.data.seq_len
+    if not FAMILIES[model.family].learned_positions:
+        if model.max_positions:
+            yield Problem(
+                key="model.max_positions",
+                value=model.max_positions,
+                message=f"family {model.family} uses RoPE and has no position table, so this would do nothing",
+                remedy="remove model.max_positions",
+            )
+    elif seq_len > model.max_positions:
+        yield Problem(
+            key="data.seq_len",
+            value=seq_len,
+            message=f"is longer than the learned position table, model.max_positions = {model.max_positions}",
+            remedy=f"set data.seq_len to at most {model.max_positions}, or model.max_positions to at least {seq_len}",
+        )
+
+
+def vocabulary_holds_tokenizer(facts: Facts) -> Iterator[Problem]:
+    """Every id of the tokenizer has a row in the embedding."""
+    size, needed = facts.model.vocab_size, facts.tokenizer_vocab_size
+    if needed is not None and size < needed:
+        yield Problem(
+            key="model.vocab_size",
+            value=size,
+            message=f"the tokenizer ({facts.config.data.tokenizer}) has {needed} ids",
+            remedy=f"set model.vocab_size to at least {needed}, or to 0 to take the tokenizer's",
+        )
+
+
+def layers_divide_stages(facts: Facts) -> Iterator[Problem]:
+    """Every pipeline stage has the same number of layers; none is floored away."""
+    num_stages, num_layers = facts.mesh.get("pipeline", 1), facts.model.num_layers
+    if num_layers % num_stages:
+        yield Problem(
+            key="model.num_layers",
+            value=num_layers,
+            message=f"{num_layers} layers do not divide by {num_stages} pipeline stages "
+            f"(remainder {num_layers % num_stages})",
+            remedy=f"use a mesh.pipeline of {_divisors(num_layers)}",
+        )
+
+
+def param_dims_divide(facts: Facts) -> Iterator[Problem]:
+    """Each dim that a mesh axis splits divides evenly; nothing is replicated or padded per mesh instead."""
+    sizes = dim_sizes(facts.model) | {"vocab": padded_vocab_size(facts.model)}
+    kinds = [kind for kind in param_kinds(facts.model) if not kind.replicated]
+    for dim, (axes, key) in _SHARDED_DIMS.items():
+        shards, size = facts.axes_product(axes), sizes[dim]
+        if shards is None or size % shards == 0:
+            continue
+        used = tuple(axis for axis in axes if facts.mesh[axis] > 1)
+        uses = ", ".join(f"{kind.name} dim {kind.dims.index(dim)}" for kind in kinds if dim in kind.dims)
+        what = f"size {size}"
+        allowed = f"; allowed {_divisors(size)}"
+        remedy = f"set {' x '.join(f'mesh.{axis}' for axis in used)} to an allowed size, or change {key}"
+        if dim == "vocab":
+            multiple = facts.model.vocab_multiple
+            what, allowed = f"the vocabulary of {facts.model.vocab_size}, padded to {size},", ""
+            remedy = (
+                f"set model.vocab_multiple={math.lcm(multiple, shards)} (on every mesh alike), or change mesh.tensor"
+            )
+        yield Problem(
+            key=key,
+            value=facts.model.vocab_multiple if dim == "vocab" else size,
+            message=f"{what} does not divide by {facts.describe_axes(used)}{f' = {shards}' if len(used) > 1 else ''} "
+            f"(remainder {size % shards}), which splits {uses}{allowed}",
+            remedy=remedy,
+        )
+
+
+def sequence_divides(facts: Facts) -> Iterator[Problem]:
+    """Between blocks the tensor axis splits the sequence."""
+    shards, seq_len = facts.mesh.get("tensor", 1), facts.config.data.seq_len
+    if seq_len % shards:
+        lower = seq_len // shards * shards
+        working = [length for length in (lower, lower + shards) if length]
+        yield Problem(
+            key="data.seq_len",
+            value=seq_len,
+            message=f"does not divide by tensor {shards} (remainder {seq_len % shards}), which splits the sequence "
+            "between blocks (activations dim 1)",
+            remedy=f"set data.seq_len to {' or '.join(map(str, working))}, or change mesh.tensor",
+        )
+
+
+def _divisors(size: int) -> str:
+    """Divisors that a mesh axis may have, e.g. "{1, 2, 4}"; sizes beyond any mesh are left out."""
+    divisors = [str(n) for n in range(1, min(size, _MAX_AXIS) + 1) if size % n == 0]
+    return "{" + ", ".join(divisors) + (", ..." if size > _MAX_AXIS else "") + "}"

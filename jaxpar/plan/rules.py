@@ -1,0 +1,87 @@
+"""The rule table: everything that is checked about a config before any device is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from jaxpar.config.errors import Problem
+from jaxpar.plan import mesh_rules, model_rules, run_rules, support_rules
+from jaxpar.plan.facts import Facts
+
+Rule = Callable[[Facts], Iterator[Problem]]
+"""Yields what is wrong; nothing if the rule holds, or needs a fact that is not known yet."""
+
+RULES: tuple[Rule, ...] = (
+    mesh_rules.axis_sizes,
+    mesh_rules.one_rest_axis,
+    mesh_rules.rest_axis_divides,
+    mesh_rules.mesh_product,
+    mesh_rules.device_count_agrees,
+    mesh_rules.axis_shards_something,
+    support_rules.pipeline_axis,
+    support_rules.context_axis,
+    support_rules.fsdp_strategy,
+    support_rules.optimizer,
+    support_rules.family_trainable,
+    support_rules.dense_preset,
+    model_rules.dims_complete,
+    model_rules.kv_heads_divide_heads,
+    model_rules.head_dim_even,
+    model_rules.rope_scaling_order,
+    model_rules.positions_fit,
+    model_rules.vocabulary_holds_tokenizer,
+    model_rules.layers_divide_stages,
+    model_rules.param_dims_divide,
+    model_rules.sequence_divides,
+    run_rules.batch_divides,
+    run_rules.rows_fill_a_batch,
+    run_rules.data_paths_match_source,
+    run_rules.tokenizer_exists,
+    run_rules.validation_has_data,
+    run_rules.steps_in_order,
+    run_rules.processes_find_each_other,
+    run_rules.run_directory_usable,
+    run_rules.resume_exists,
+    run_rules.init_from_exists,
+)
+"""Every rule, in the order in which its problems are printed."""
+
+
+def find_problems(facts: Facts) -> list[Problem]:
+    """Everything that is wrong, as far as the facts tell."""
+    return [problem for rule in RULES for problem in rule(facts)]
+
+
+def find_warnings(facts: Facts) -> list[str]:
+    """What is allowed and probably not meant: each names the key and what it leads to."""
+    config = facts.config
+    data, train, optim, runtime = config.data, config.train, config.optim, config.runtime
+    cases = (
+        (
+            config.precision.params == "bfloat16",
+            "precision.params = 'bfloat16' keeps master weights and moments in bfloat16: an update below 1/256 of a "
+            "weight is rounded away, so norm scales can stay at exactly 1.0; float32 (the default) has no such floor",
+        ),
+        (
+            optim.decay_steps > 0 and optim.schedule != "wsd",
+            f"optim.decay_steps = {optim.decay_steps} does nothing: optim.schedule is {optim.schedule!r}, not 'wsd'",
+        ),
+        (
+            train.eval_batches > 0 and train.eval_every == 0,
+            f"train.eval_batches = {train.eval_batches} does nothing: train.eval_every is 0",
+        ),
+        (
+            data.validation_fraction > 0 and train.eval_every == 0,
+            f"data.validation_fraction = {data.validation_fraction} holds data out that nothing uses: "
+            "train.eval_every is 0",
+        ),
+        (
+            runtime.coordinator is not None and runtime.num_processes == 1,
+            f"runtime.coordinator = {runtime.coordinator!r} does nothing: runtime.num_processes is 1",
+        ),
+        (
+            config.checkpoint.every == 0 and not config.checkpoint.final,
+            "checkpoint.every = 0 with checkpoint.final = false: this run writes no checkpoint at all",
+        ),
+    )
+    return [text for applies, text in cases if applies]

@@ -1,0 +1,219 @@
+"""Rules of a run: batch, data, schedule, processes, start and resume."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxpar.config.errors import Problem
+from jaxpar.config.huggingface import PREFIX
+from jaxpar.plan.facts import BATCH_AXES, Facts
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]/]+):(\d{1,5})")
+_RESUME_WORDS = ("auto", "never", "must")
+
+
+def batch_divides(facts: Facts) -> Iterator[Problem]:
+    """Every device gets the same number of rows of every microbatch."""
+    train, shards = facts.config.train, facts.axes_product(BATCH_AXES)
+    if shards is None:
+        return
+    rows, unit = train.global_batch_size, shards * train.microbatches
+    if rows % unit == 0:
+        return
+    if train.microbatches > rows:
+        what = f"has fewer rows than train.microbatches = {train.microbatches}"
+    elif rows < shards:
+        what = f"has fewer rows than the {shards} batch shards ({facts.describe_axes(BATCH_AXES)})"
+    else:
+        what = (
+            f"{rows} rows (batch dim 0) do not divide by {shards} batch shards ({facts.describe_axes(BATCH_AXES)}) "
+            f"x {train.microbatches} microbatches = {unit} (remainder {rows % unit})"
+        )
+    lower = rows // unit * unit
+    seq_len = facts.config.data.seq_len
+    working = " or ".join(f"{size} ({size * seq_len} tokens a step)" for size in (lower, lower + unit) if size)
+    yield Problem(
+        key="train.global_batch_size",
+        value=rows,
+        message=what,
+        remedy=f"set train.global_batch_size to {working}, or change the mesh or train.microbatches",
+    )
+
+
+def rows_fill_a_batch(facts: Facts) -> Iterator[Problem]:
+    """There is at least one step in an epoch."""
+    if facts.num_rows is None:
+        return
+    config, batch = facts.config, facts.config.train.global_batch_size
+    is_synthetic = config.data.source == "synthetic"
+    if facts.num_rows < 1:
+        yield Problem(
+            key="data.paths" if not is_synthetic else "data.num_samples",
+            value=config.data.num_samples if is_synthetic else config.data.paths,
+            message=f"no training row of {config.data.seq_len} tokens is left",
+            remedy="give more data, a smaller data.seq_len or a smaller data.validation_fraction",
+        )
+    elif facts.num_rows < batch and config.data.last_batch == "drop":
+        yield Problem(
+            key="train.global_batch_size",
+            value=batch,
+            message=f"the data has {facts.num_rows} rows of {config.data.seq_len} tokens: {facts.num_rows} < {batch}, "
+            "so every epoch would be dropped as an incomplete batch",
+            remedy=f"at most {facts.num_rows} rows a batch, more data, a smaller data.seq_len, "
+            'or data.last_batch="pad"',
+        )
+
+
+def data_paths_match_source(facts: Facts) -> Iterator[Problem]:
+    """Text needs files, synthetic takes none."""
+    data = facts.config.data
+    if data.source == "text" and not data.paths:
+        yield Problem(
+            key="data.paths",
+            value=data.paths,
+            message='data.source = "text" needs files',
+            remedy='e.g. data.paths=["corpus/*.txt"] or data.paths=["stdlib:*.py"]',
+        )
+    if data.source == "synthetic" and data.paths:
+        yield Problem(
+            key="data.paths",
+            value=data.paths,
+            message='data.source = "synthetic" would not read these files',
+            remedy='set data.source="text", or remove data.paths',
+        )
+
+
+def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
+    """A tokenizer that is not built in is a file."""
+    tokenizer = facts.config.data.tokenizer
+    if tokenizer != "bytes" and not Path(tokenizer).is_file():
+        yield Problem(
+            key="data.tokenizer",
+            value=tokenizer,
+            message=f"no such file (looked in {Path.cwd()})",
+            remedy='give the path of a tokenizer.json, or "bytes"',
+        )
+
+
+def validation_has_data(facts: Facts) -> Iterator[Problem]:
+    """Validation needs a held-out part."""
+    config = facts.config
+    if config.train.eval_every and not config.data.validation_fraction:
+        yield Problem(
+            key="data.validation_fraction",
+            value=config.data.validation_fraction,
+            message=f"train.eval_every = {config.train.eval_every} asks for validation, but nothing is held out for it",
+            remedy="set data.validation_fraction, e.g. 0.05, or train.eval_every=0",
+        )
+
+
+def steps_in_order(facts: Facts) -> Iterator[Problem]:
+    """The run ends, warms up and decays inside its own steps."""
+    train, optim = facts.config.train, facts.config.optim
+    if train.stop_at is not None and train.stop_at > train.steps:
+        yield Problem(
+            key="train.stop_at",
+            value=train.stop_at,
+            message=f"is after the last step, train.steps = {train.steps}",
+            remedy="stop_at ends a run early; to train longer raise train.steps",
+        )
+    if optim.warmup_steps > train.steps:
+        yield Problem(
+            key="optim.warmup_steps",
+            value=optim.warmup_steps,
+            message=f"is more than train.steps = {train.steps}, so the peak learning rate would never be reached",
+            remedy=f"set optim.warmup_steps to at most {train.steps}",
+        )
+    elif optim.schedule == "wsd":
+        decay_steps = optim.decay_steps or train.steps // 10
+        if optim.warmup_steps + decay_steps > train.steps:
+            yield Problem(
+                key="optim.decay_steps",
+                value=optim.decay_steps,
+                message=f"warm-up {optim.warmup_steps} + decay {decay_steps} steps = "
+                f"{optim.warmup_steps + decay_steps} is more than train.steps = {train.steps}",
+                remedy="shorten the warm-up or the decay, or raise train.steps",
+            )
+
+
+def processes_find_each_other(facts: Facts) -> Iterator[Problem]:
+    """Several processes need a coordinator, and a number each."""
+    runtime = facts.config.runtime
+    if runtime.process_id >= runtime.num_processes:
+        yield Problem(
+            key="runtime.process_id",
+            value=runtime.process_id,
+            message=f"processes are numbered from 0 to {runtime.num_processes - 1} "
+            f"(runtime.num_processes = {runtime.num_processes})",
+            remedy="give each process its own number, or raise runtime.num_processes",
+        )
+    if runtime.num_processes > 1 and runtime.coordinator is None:
+        yield Problem(
+            key="runtime.coordinator",
+            value=None,
+            message=f"{runtime.num_processes} processes need an address to meet at",
+            remedy="set it to host:port of process 0, the same in all, e.g. runtime.coordinator=127.0.0.1:9876",
+        )
+    address = _ADDRESS.fullmatch(runtime.coordinator or "")
+    if runtime.coordinator is not None and not (address and 1 <= int(address[2]) <= 65535):
+        yield Problem(
+            key="runtime.coordinator",
+            value=runtime.coordinator,
+            message="not host:port with a port from 1 to 65535",
+            remedy="e.g. runtime.coordinator=127.0.0.1:9876, or [::1]:9876",
+        )
+
+
+def run_directory_usable(facts: Facts) -> Iterator[Problem]:
+    """A run has a directory of its own."""
+    directory = facts.config.run.dir
+    if not directory.strip() or Path(directory).is_file():
+        yield Problem(
+            key="run.dir",
+            value=directory,
+            message="is a file" if directory.strip() else "no directory is named",
+            remedy="name a directory, e.g. run.dir=runs/first; it is created",
+        )
+
+
+def resume_exists(facts: Facts) -> Iterator[Problem]:
+    """A checkpoints directory that is named is there."""
+    resume = facts.config.checkpoint.resume
+    if resume not in _RESUME_WORDS and not Path(resume).is_dir():
+        yield Problem(
+            key="checkpoint.resume",
+            value=resume,
+            message=f"no such directory (looked in {Path.cwd()})",
+            remedy="auto, never, must, or the path of a checkpoints directory, e.g. runs/first/checkpoints",
+        )
+
+
+def init_from_exists(facts: Facts) -> Iterator[Problem]:
+    """Weights to start from are there."""
+    init_from = facts.config.model.init_from
+    if init_from is None:
+        return
+    remedy = "hf:DIR with config.json and *.safetensors; `model.init_from=none` starts from random weights"
+    if init_from.startswith("jaxpar:"):
+        message = "starting from a jaxpar checkpoint: not yet"
+        remedy = "to go on with a run use checkpoint.resume; " + remedy
+    elif not init_from.startswith(PREFIX):
+        message = "not a source of weights"
+    elif missing := _missing_weights(init_from.removeprefix(PREFIX)):
+        message = missing
+    else:
+        return
+    yield Problem(key="model.init_from", value=init_from, message=message, remedy=remedy)
+
+
+def _missing_weights(name: str) -> str | None:
+    directory = Path(name)
+    if not name or not directory.is_dir():
+        return f"no such directory (looked in {Path.cwd()})"
+    if not (directory / "config.json").is_file():
+        return f"{directory} has no config.json"
+    if not any(directory.glob("*.safetensors")):
+        return f"{directory} has no *.safetensors"
+    return None

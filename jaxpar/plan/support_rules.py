@@ -1,0 +1,80 @@
+"""What the config can say and the trainer cannot do yet: refused by name, with what works today."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxpar.config.errors import Problem
+from jaxpar.config.families import FAMILIES
+from jaxpar.config.presets import MOE_PRESETS
+from jaxpar.plan.facts import Facts
+
+_TRAINABLE_AXES = "data, fsdp and tensor axes work"
+
+
+def pipeline_axis(facts: Facts) -> Iterator[Problem]:
+    """Pipeline parallelism."""
+    yield from _unsupported_axis(facts, "pipeline", "pipeline parallelism")
+
+
+def context_axis(facts: Facts) -> Iterator[Problem]:
+    """Context parallelism."""
+    yield from _unsupported_axis(facts, "context", "context parallelism (ring attention)")
+
+
+def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
+    """ZeRO-1 and ZeRO-2."""
+    strategy = facts.config.mesh.fsdp_strategy
+    if strategy != "full":
+        unused = "; and axis fsdp has size 1, so it would shard nothing" if facts.mesh.get("fsdp") == 1 else ""
+        yield Problem(
+            key="mesh.fsdp_strategy",
+            value=strategy,
+            message=f"sharding only {'gradients and optimizer' if strategy == 'grads' else 'the optimizer'}: "
+            f"not yet{unused}",
+            remedy='"full" works; for replicated weights use mesh.data instead of mesh.fsdp',
+        )
+
+
+def optimizer(facts: Facts) -> Iterator[Problem]:
+    """Optimizers other than AdamW."""
+    name = facts.config.optim.name
+    if name != "adamw":
+        yield Problem(key="optim.name", value=name, message="not yet", remedy='"adamw" works')
+
+
+def family_trainable(facts: Facts) -> Iterator[Problem]:
+    """Families of which only the sizes are known."""
+    family = facts.model.family
+    if not FAMILIES[family].trainable:
+        working = ", ".join(name for name, options in FAMILIES.items() if options.trainable)
+        yield Problem(
+            key="model.family",
+            value=family,
+            message="training this family: not yet (its parameter counts are known)",
+            remedy=f"these families train: {working}",
+        )
+
+
+def dense_preset(facts: Facts) -> Iterator[Problem]:
+    """Mixture-of-experts presets; loading refuses them too, but a config can be made in Python."""
+    if facts.model.preset in MOE_PRESETS:
+        yield Problem(
+            key="model.preset",
+            value=facts.model.preset,
+            message="mixture-of-experts models: not yet",
+            remedy="dense presets work; `jaxpar config --presets` lists them",
+        )
+
+
+def _unsupported_axis(facts: Facts, axis: str, what: str) -> Iterator[Problem]:
+    size = facts.mesh.get(axis, 1)
+    if size > 1:
+        given = getattr(facts.config.mesh, axis)
+        resolved = f" (-1 is {size} here)" if given == -1 else ""
+        yield Problem(
+            key=f"mesh.{axis}",
+            value=given,
+            message=f"{what}: not yet{resolved}",
+            remedy=f"set mesh.{axis}=1; {_TRAINABLE_AXES}",
+        )

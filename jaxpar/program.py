@@ -1,0 +1,114 @@
+"""A resolved plan as programs: mesh, model, abstract state, and the compiled steps. Nothing is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config.schema import Config
+from jaxpar.loss import next_token_loss
+from jaxpar.mesh import make_mesh
+from jaxpar.model.decoder import Decoder
+from jaxpar.optim import make_optimizer
+from jaxpar.plan.resolve import ResolvedPlan
+from jaxpar.sharding import batch_sharding
+from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
+from jaxpar.step import LossFn, make_eval_step, make_train_step
+
+BATCH_DTYPES = {
+    "tokens": jnp.int32,
+    "labels": jnp.int32,
+    "positions": jnp.int32,
+    "segment_ids": jnp.int32,
+    "weights": jnp.float32,
+}
+"""Arrays of a batch, each [microbatches, rows, sequence]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Everything between a plan and a running step."""
+
+    plan: ResolvedPlan
+    mesh: Mesh
+    definition: ModelDefinition
+    optimizer: optax.GradientTransformation
+    loss_fn: LossFn
+
+    @classmethod
+    def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
+        """The program of a plan on ``devices`` (default: all)."""
+        config = plan.config
+
+        def make_decoder(rngs: nnx.Rngs) -> Decoder:
+            return Decoder(config.model, config.precision, config.train.remat, rngs)
+
+        definition = ModelDefinition(make_decoder)
+        return cls(
+            plan=plan,
+            mesh=make_mesh(plan.mesh, devices),
+            definition=definition,
+            optimizer=make_optimizer(config.optim, definition.logical_axes),
+            loss_fn=partial(next_token_loss, z_loss=config.train.z_loss, chunk_tokens=config.train.loss_chunk_tokens),
+        )
+
+    @property
+    def config(self) -> Config:
+        """The plan's config."""
+        return self.plan.config
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the training state."""
+        return abstract_state(self.definition, self.optimizer, self.mesh)
+
+    @cached_property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of one global batch."""
+        train = self.config.train
+        shape = (train.microbatches, self.plan.rows_per_microbatch, self.config.data.seq_len)
+        sharding = batch_sharding(self.mesh)
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in BATCH_DTYPES.items()}
+
+    def init(self, seed: int) -> TrainState:
+        """A fresh state, created sharded: no leaf is ever whole on a device."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        with jax.set_mesh(self.mesh):
+            make = jax.jit(make_init(self.definition, self.optimizer, self.mesh), out_shardings=shardings)
+            return make(jax.random.key(seed))
+
+    def start_from(self, params: dict) -> TrainState:
+        """A state at step 0 with given parameters, already sharded as ``abstract_state.params``."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+        with jax.set_mesh(self.mesh):
+            make = jax.jit(partial(fresh_state, optimizer=self.optimizer), out_shardings=shardings, donate_argnums=0)
+            return make(params)
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """The training step, traced: (state, batch) -> (state, metrics), with the state donated."""
+        step = make_train_step(self.config, self.definition, self.optimizer, self.loss_fn)
+        return self._lower(step, self.abstract_state, self.abstract_batch, donate=(0,))
+
+    def lower_eval_step(self) -> jax.stages.Lowered:
+        """The validation step, traced: (params, batch) -> sums."""
+        step = make_eval_step(self.config, self.definition, self.loss_fn)
+        return self._lower(step, self.abstract_state.params, self.abstract_batch)
+
+    def _lower(self, function, *abstract_args, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
+        """Compiled ahead of time: one executable, which refuses arrays of another layout instead of recompiling."""
+        with jax.set_mesh(self.mesh):
+            result = jax.eval_shape(function, *abstract_args)
+
+            def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+                return NamedSharding(self.mesh, leaf.sharding.spec if leaf.sharding is not None else P())
+
+            jitted = jax.jit(function, donate_argnums=donate, out_shardings=jax.tree.map(sharding, result))
+            return jitted.lower(*abstract_args)

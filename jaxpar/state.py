@@ -1,0 +1,133 @@
+"""Training state, created sharded: abstract shapes first, then specs, then one jitted initialisation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.sharding import spec_for
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes."""
+
+    step: jax.Array
+    """int32 scalar: optimizer steps done, skipped ones included; the learning-rate schedule reads it."""
+    params: dict
+    """Nested dict of parameters in their master dtype."""
+    optimizer: optax.OptState
+    """Mirrors ``params`` leaf by leaf; scalars are replicated on the mesh."""
+
+
+class ModelDefinition:
+    """A Flax NNX module as functions of plain nested dicts of parameters.
+
+    Every ``nnx.Param`` of the module carries ``logical_axes``: ``nnx.Param(value, logical_axes=("embed", "mlp"))``.
+    """
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
+        self._make = make
+        self._graph, self._state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+    @property
+    def abstract_params(self) -> dict:
+        """Nested dict of ShapeDtypeStructs, without shardings."""
+        return nnx.to_pure_dict(self._state)
+
+    @property
+    def logical_axes(self) -> dict:
+        """Nested dict of logical-axes tuples, one per parameter.
+
+        Raises:
+            ValueError: a parameter without ``logical_axes``; names it.
+        """
+
+        def axes(path: tuple, param: nnx.Param) -> tuple[str, ...]:
+            if "logical_axes" not in param.get_metadata():
+                raise ValueError(
+                    f"parameter {'.'.join(map(str, path))} has no logical axes; create it with "
+                    f'nnx.Param(value, logical_axes=("embed", "mlp")), one name per dim'
+                )
+            return param.logical_axes
+
+        flat = {path: axes(path, param) for path, param in nnx.to_flat_state(self._state)}
+        return nnx.traversals.unflatten_mapping(flat)
+
+    def specs(self, mesh: Mesh) -> dict:
+        """Nested dict of PartitionSpecs on ``mesh``."""
+        shapes = self.abstract_params
+        return jax.tree_util.tree_map_with_path(
+            lambda path, shape, axes: spec_for(_name(path), axes, shape.shape, mesh), shapes, self.logical_axes
+        )
+
+    def abstract_on(self, mesh: Mesh) -> dict:
+        """Nested dict of ShapeDtypeStructs with their shardings on ``mesh``."""
+        return jax.tree.map(
+            lambda shape, spec: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec)),
+            self.abstract_params,
+            self.specs(mesh),
+        )
+
+    def init(self, key: jax.Array, mesh: Mesh) -> dict:
+        """Initial parameters, sharded; call under jit and ``jax.set_mesh(mesh)``.
+
+        The initialisers run in Auto mode, where the compiler shards the random bits; in Explicit mode each device
+        would first make the whole array (measured: 134 MB of temporaries against 13 for a 33 MB leaf on 8 devices).
+        Values are the same on every mesh.
+        """
+
+        def values(key: jax.Array) -> dict:
+            return nnx.to_pure_dict(nnx.state(self._make(nnx.Rngs(key))))
+
+        return jax.sharding.auto_axes(values, axes=mesh.axis_names, out_sharding=self.specs(mesh))(key)
+
+    def bind(self, params: dict) -> nnx.Module:
+        """The module with these parameters."""
+        state = jax.tree.map(lambda leaf: leaf, self._state)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(self._graph, state)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def make_init(
+    definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Callable[[jax.Array], TrainState]:
+    """Function from a PRNG key to a TrainState; call under jit and ``jax.set_mesh(mesh)``."""
+
+    def init(key: jax.Array) -> TrainState:
+        return fresh_state(definition.init(key, mesh), optimizer)
+
+    return init
+
+
+def fresh_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
+    """State at step 0 of given parameters; optimizer state takes their shardings."""
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer.init(params))
+
+
+def abstract_state(definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the whole state: all that planning, restoring and reporting need."""
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(
+            partial(fresh_state, optimizer=optimizer),
+            definition.abstract_on(mesh),
+        )
+
+    def on_mesh(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = leaf.sharding.spec if leaf.sharding is not None else P()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, shapes)

@@ -1,0 +1,372 @@
+"""The training run, top to bottom: check, start, compile, restore or initialise, loop, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+import jax
+
+from jaxpar import resume
+from jaxpar.checkpoint.store import Store
+from jaxpar.config import Config, config_to_toml
+from jaxpar.data.dataset import Datasets, load_dataset
+from jaxpar.data.loader import Loader, validation_loader
+from jaxpar.data.order import GlobalOrder
+from jaxpar.events import Progress, RunLog, RunMetrics, StepReport, check_sinks, open_progress
+from jaxpar.hf import hf_params
+from jaxpar.plan.catalogue import find_gpu
+from jaxpar.plan.flops import training_flops_per_token
+from jaxpar.plan.resolve import check, resolve
+from jaxpar.program import Program
+from jaxpar.resume import Place
+from jaxpar.runtime.interrupt import Interrupts, StopReason
+from jaxpar.runtime.lock import RunLock
+from jaxpar.runtime.memory import device_memory
+from jaxpar.runtime.self_test import self_test
+from jaxpar.runtime.start import Processes, meet, start, stop
+from jaxpar.runtime.vote import StopVote
+from jaxpar.sharding import batch_sharding
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says at which step, why, and what is left."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    reason: StopReason
+    """NONE: it reached its last step."""
+    step: int
+    """Optimizer steps done."""
+    loss: float | None
+    """Training loss of the last step; None if no step was run."""
+    eval_loss: float | None
+    """Last validation loss; None without validation."""
+    checkpoint: Path | None
+    """Newest checkpoint, or None."""
+    run_dir: Path
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        paths = {"run_dir": str(self.run_dir), "checkpoint": self.checkpoint and str(self.checkpoint)}
+        return {**fields, **paths, "reason": self.reason.name.lower()}
+
+
+class Trainer:
+    """One run of one config.
+
+    ``run`` checks everything that can be checked before a device is touched, then trains, and resumes by itself when
+    the run directory has a checkpoint.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def run(self) -> Outcome:
+        """Train.
+
+        Raises:
+            ConfigError: the config cannot be run; nothing was written.
+            StartError: devices or processes are not as configured.
+            RunFailed: loss or gradient is not finite.
+        """
+        log = RunLog(process_id=self.config.runtime.process_id)
+        with log:
+            for warning in check(self.config):
+                log.warn(warning)
+            check_sinks(self.config.observe)
+            datasets = load_dataset(
+                self.config.data, vocab_size=self.config.model.vocab_size, seed=self.config.run.seed
+            )
+            known = {"num_rows": len(datasets.train), "tokenizer_vocab_size": datasets.vocab_size_of_tokenizer}
+            check(self.config, **known)
+            found = resume.find_checkpoint(self.config)
+            processes = start(self.config.runtime, say=log.say)
+            try:
+                plan = resolve(self.config, num_devices=processes.global_devices, **known)
+                outcome = self._run(Program.build(plan), datasets, found, processes, log)
+            except BaseException as error:
+                if processes.num_processes > 1:
+                    log.error(f"{type(error).__name__}: {error}")
+                    stop(success=False)
+                raise
+            stop(success=True)
+        return outcome
+
+    def _run(
+        self, program: Program, datasets: Datasets, found: tuple[Path, int] | None, processes: Processes, log: RunLog
+    ) -> Outcome:
+        """Open what the run needs, announce it, and loop."""
+        config, run_dir = program.config, Path(program.config.run.dir)
+        with contextlib.ExitStack() as stack:
+            if processes.process_id == 0:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(RunLock(run_dir, warn=log.warn))
+                (run_dir / "config.toml").write_text(config_to_toml(config))
+                log.open(run_dir / "log.txt")
+            _announce(program, datasets, processes, log)
+            if processes.num_processes > 1:
+                self_test(program.mesh)
+            loop = _Loop(program, datasets, processes, log)
+            loop.prepare(found, stack)
+            with Interrupts(say=log.say) as interrupts:
+                return loop.train(interrupts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A step that was started; its metrics are read while the next one runs."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    vote: jax.Array | StopReason
+    ids: list[int]
+    data_wait_s: float
+
+
+class _Loop:
+    """State of the training loop."""
+
+    def __init__(self, program: Program, datasets: Datasets, processes: Processes, log: RunLog):
+        self.program, self.datasets, self.processes, self.log = program, datasets, processes, log
+        self.config = program.config
+        self.place = Place()
+        self.last_step = min(self.config.train.steps, self.config.train.stop_at or self.config.train.steps)
+        self.flops_per_token = training_flops_per_token(self.config.model, self.config.data.seq_len)
+        gpu = find_gpu(processes.device_kind) if processes.platform == "gpu" else None
+        self.peak_flops = gpu.peak_flops(self.config.precision.compute) if gpu else None
+        self.loss: float | None = None
+        self.eval_loss: float | None = None
+        self.stop = StopReason.NONE
+        self.skipped_in_a_row = 0
+
+    def prepare(self, found: tuple[Path, int] | None, stack: contextlib.ExitStack) -> None:
+        """Compile the steps, create or restore the state, open data, metrics and display."""
+        config, program = self.config, self.program
+        train = config.train
+        self.store = stack.enter_context(Store(Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep))
+        for step, why in self.store.skipped():
+            self.log.warn(f"checkpoint of step {step} is passed over: {why}")
+        first_step = (found[1] if found else 0) + 1
+        self.progress: Progress = stack.enter_context(
+            open_progress(
+                title=config.run.dir,
+                first_step=first_step,
+                last_step=self.last_step,
+                log_every=config.observe.log_every,
+                process_id=self.processes.process_id,
+            )
+        )
+        self.progress.phase("compiling the training step")
+        started = time.perf_counter()
+        self.train_step = program.lower_train_step().compile()
+        self.eval_step = program.lower_eval_step().compile() if train.eval_every else None
+        self.log.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        self.progress.phase("restoring" if found else "initialising")
+        self.state, self.place = self._start(found)
+        self.metrics = None
+        if self.processes.process_id == 0:
+            self.metrics = stack.enter_context(
+                RunMetrics(
+                    config.run.dir,
+                    config.observe,
+                    resume_step=self.place.step if found else None,
+                    config=dataclasses.asdict(config),
+                )
+            )
+        dataset = self.datasets.train
+        self.loader = Loader(
+            dataset,
+            order=GlobalOrder(len(dataset), seed=config.run.seed, shuffle=config.data.shuffle),
+            position=self.place.position,
+            global_batch_size=train.global_batch_size,
+            microbatches=train.microbatches,
+            sharding=batch_sharding(program.mesh),
+            last_batch=config.data.last_batch,
+            num_threads=config.data.num_threads,
+            prefetch=config.data.prefetch,
+            num_steps=max(0, self.last_step - self.place.step),
+        )
+        stack.callback(self.loader.close)
+        for note in self.loader.notes:
+            self.log.say(note)
+        self.vote = StopVote(program.mesh)
+        meet("ready to train")
+
+    def _start(self, found: tuple[Path, int] | None) -> tuple[object, Place]:
+        """State and place to go on from."""
+        config, program = self.config, self.program
+        if found:
+            directory, step = found
+            with Store(directory) as source:
+                state, place = resume.restore(source, step, program, self.datasets.train)
+            self.log.say(f"resumed from step {step} of {directory}, at {place.position}")
+            return state, place
+        if config.model.init_from:
+            directory = config.model.init_from.removeprefix("hf:")
+            params = hf_params(directory, config.model, program.definition, program.mesh, config.precision.params)
+            self.log.say(f"initial weights from {directory}; optimizer and step count start at 0")
+            return program.start_from(params), Place()
+        return program.init(config.run.seed), Place()
+
+    def train(self, interrupts: Interrupts) -> Outcome:
+        """Step until the last one, or until told to stop."""
+        train, every = self.config.train, self.config.checkpoint.every
+        pending: _Pending | None = None
+        self.clock = time.perf_counter()
+        if self.eval_step and self.place.step < self.last_step:
+            self._evaluate()
+        for batch in self.loader:
+            self.state, metrics = self.train_step(self.state, batch.arrays)
+            step = self.place.step + 1
+            started = _Pending(
+                step=step,
+                metrics=metrics,
+                vote=self.vote.cast(interrupts.reason),
+                ids=batch.ids.tolist() if self.config.observe.sample_ids else [],
+                data_wait_s=self.loader.wait_s,
+            )
+            self._finish(pending)
+            pending = started
+            self.place = dataclasses.replace(self.place, step=step, position=batch.after)
+            evaluates = self.eval_step and (step % train.eval_every == 0 or step == self.last_step)
+            saves = every and step % every == 0
+            if evaluates or saves or self.stop:
+                self._finish(pending)
+                pending = None
+            if evaluates:
+                self._evaluate()
+            if saves:
+                self._save()
+            if self.stop:
+                break
+        self._finish(pending)
+        return self._leave()
+
+    def _finish(self, pending: _Pending | None) -> None:
+        """Wait for a step, record it, and stop the run if its numbers are not finite."""
+        if pending is None:
+            return
+        metrics = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
+        self.stop = max(self.stop, StopReason(int(pending.vote)))
+        now = time.perf_counter()
+        step_s, self.clock = now - self.clock, now
+        self.loss = metrics["loss"]
+        self.place = dataclasses.replace(self.place, tokens_seen=self.place.tokens_seen + int(metrics["tokens"]))
+        tokens_per_s = self.program.plan.tokens_per_step / step_s
+        flops = tokens_per_s * self.flops_per_token / self.program.mesh.size
+        memory = device_memory() or {}
+        report = StepReport(
+            step=pending.step,
+            loss=metrics["loss"],
+            grad_norm=metrics["grad_norm"],
+            lr=metrics["lr"],
+            tokens_per_s=tokens_per_s,
+            step_s=step_s,
+            data_wait_s=pending.data_wait_s,
+            tflops=flops / 1e12,
+            mfu=flops / self.peak_flops if self.peak_flops else None,
+            memory_peak_bytes=max((m.peak_bytes for m in memory.values()), default=None),
+            memory_limit_bytes=max((m.limit_bytes for m in memory.values()), default=None),
+        )
+        self.progress.step(report)
+        if self.metrics:
+            row = {name: value for name, value in dataclasses.asdict(report).items() if value is not None}
+            row |= {name: metrics[name] for name in ("tokens", "cross_entropy", "skipped")}
+            row["tokens"] = int(row["tokens"])
+            self.metrics.train(row | ({"ids": pending.ids} if pending.ids else {}))
+        self._check_finite(pending.step, metrics)
+
+    def _check_finite(self, step: int, metrics: dict[str, float]) -> None:
+        if not metrics["skipped"]:
+            self.skipped_in_a_row = 0
+            return
+        what = f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        self.skipped_in_a_row += 1
+        if self.config.train.nonfinite == "skip" and self.skipped_in_a_row <= self.config.train.max_skipped_steps:
+            self.log.warn(f"{what}; the step was skipped, parameters are unchanged")
+            return
+        self.store.wait()
+        latest = self.store.latest()
+        left = (
+            f"the newest checkpoint is step {latest} in {self.store.directory}" if latest else "there is no checkpoint"
+        )
+        raise RunFailed(
+            f"{what} is not finite{self._skip_history()}; {left}. Lower optim.lr, lengthen optim.warmup_steps, or let "
+            f'train.nonfinite = "skip" pass over single bad batches'
+        )
+
+    def _skip_history(self) -> str:
+        if self.config.train.nonfinite == "stop":
+            return ""
+        return f" for the {self.skipped_in_a_row}th time in a row (train.max_skipped_steps is the limit)"
+
+    def _evaluate(self) -> None:
+        """Mean cross entropy over the validation split, every row once."""
+        dataset, train = self.datasets.validation, self.config.train
+        loader = validation_loader(
+            dataset,
+            global_batch_size=train.global_batch_size,
+            microbatches=train.microbatches,
+            sharding=batch_sharding(self.program.mesh),
+            num_threads=self.config.data.num_threads,
+            prefetch=self.config.data.prefetch,
+            num_batches=train.eval_batches,
+        )
+        sums = [self.eval_step(self.state.params, batch.arrays) for batch in loader]
+        sums = jax.device_get(sums)
+        tokens = sum(float(s["tokens"]) for s in sums)
+        self.eval_loss = sum(float(s["cross_entropy"]) for s in sums) / tokens if tokens else math.nan
+        self.progress.evaluation(self.place.step, self.eval_loss, int(tokens))
+        if self.metrics:
+            self.metrics.evaluation({"step": self.place.step, "eval_loss": self.eval_loss, "eval_tokens": int(tokens)})
+        self.clock = time.perf_counter()
+
+    def _save(self) -> None:
+        self.progress.phase(f"saving step {self.place.step}")
+        resume.save(self.store, self.program, self.state, self.place, self.datasets.train)
+
+    def _leave(self) -> Outcome:
+        """Save the last step, wait until it is on disk, and say where everything is."""
+        self.store.wait()
+        checkpoint = self.config.checkpoint
+        wanted = self.place.step and (checkpoint.final or (self.stop and checkpoint.every))
+        if wanted and self.place.step not in self.store.steps():
+            self._save()
+            self.store.wait()
+        latest = self.store.latest()
+        return Outcome(
+            reason=self.stop,
+            step=self.place.step,
+            loss=self.loss,
+            eval_loss=self.eval_loss,
+            checkpoint=self.store.directory / str(latest) if latest is not None else None,
+            run_dir=Path(self.config.run.dir),
+        )
+
+
+def _announce(program: Program, datasets: Datasets, processes: Processes, log: RunLog) -> None:
+    """What will run, on what, before anything is compiled."""
+    plan, config = program.plan, program.config
+    mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    padding = f" (vocabulary padded to {plan.padded_vocab_size:,} in memory)" if plan.num_padding_params else ""
+    log.say(str(processes))
+    for note in (*processes.notes, *datasets.notes):
+        log.say(note)
+    for warning in plan.warnings:
+        log.warn(warning)
+    log.say(
+        f"model {plan.num_params:,} parameters{padding}; mesh {mesh}; {plan.tokens_per_step:,} tokens a step = "
+        f"{config.train.global_batch_size} rows x {config.data.seq_len}, {plan.rows_per_device} rows per device and "
+        f"microbatch; compute {config.precision.compute}, reduce {config.precision.reduce}"
+    )
+    if processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
+        log.say(f"no peak is known for {processes.device_kind}: MFU is not reported")
+    log.say("FLOPs by convention A: 6 (P - V D) + 6 L S H h per token, causal attention counted once")

@@ -1,0 +1,13 @@
+"""Eight fake CPU devices for every test; set before anything imports JAX."""
+
+import os
+
+FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # On a loaded machine a fake device can be late for a collective; the default of 40 s then aborts the process.
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
+}
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), *(f"{name}={value}" for name, value in FLAGS.items())]
+).strip()
+os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,0 +1,168 @@
+"""Runs production code on a mesh and returns everything that must not depend on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxpar.config import Config
+from jaxpar.config.schema import ModelConfig
+from jaxpar.plan.resolve import resolve
+from jaxpar.program import BATCH_DTYPES, Program
+from jaxpar.step import accumulate, matmul_precision, update
+
+DATA = Path(__file__).parents[1] / "data"
+
+TINY = {
+    "family": "qwen3",
+    "vocab_size": 151,  # prime: divides by no axis
+    "vocab_multiple": 8,
+    "embed_dim": 32,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 8,
+    "mlp_dim": 64,
+}
+
+
+def parity_config(sizes: dict[str, int], **sections: dict) -> Config:
+    """A tiny float32 run: 8 rows of 16 tokens; AdamW with eps 1e-4, so that rounding of zero gradients stays small."""
+    base = {
+        "model": TINY,
+        "mesh": sizes,
+        "data": {"seq_len": 16, "num_samples": 64},
+        "train": {"steps": 8, "global_batch_size": 8, "z_loss": 1e-3, "loss_chunk_tokens": 24},
+        "precision": {"compute": "float32"},
+        "optim": {"lr": 1e-2, "eps": 1e-4, "warmup_steps": 2, "clip_norm": 0.5},
+    }
+    return Config(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}})
+
+
+def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Packed rows with uneven numbers of weighted tokens; with several microbatches, the last one has none at all."""
+    rng = np.random.default_rng(seed)
+    rows, length = config.train.global_batch_size, config.data.seq_len
+    vocab = config.model.vocab_size
+    starts = rng.random((rows, length)) < 0.2
+    starts[:, 0] = True
+    segments = np.cumsum(starts, 1)
+    index = np.arange(length)
+    positions = index - np.maximum.accumulate(np.where(starts, index, 0), 1)
+    weights = (rng.random((rows, length)) < rng.random((rows, 1))).astype(np.float32)
+    if config.train.microbatches > 1:
+        weights[-(rows // config.train.microbatches) :] = 0
+    batch = {
+        "tokens": rng.integers(0, vocab, (rows, length)),
+        "labels": rng.integers(0, vocab, (rows, length)),
+        "positions": positions,
+        "segment_ids": segments,
+        "weights": weights,
+    }
+    shape = (config.train.microbatches, rows // config.train.microbatches, length)
+    return {name: array.astype(BATCH_DTYPES[name]).reshape(shape) for name, array in batch.items()}
+
+
+def build(config: Config) -> Program:
+    """The program on as many of the fake devices as the mesh needs."""
+    mesh = config.mesh
+    num_devices = math.prod((mesh.pipeline, mesh.data, mesh.fsdp, mesh.expert, mesh.context, mesh.tensor))
+    return Program.build(resolve(config, num_devices=num_devices), jax.devices()[:num_devices])
+
+
+def placed(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The batch on the program's mesh."""
+    return {name: jax.device_put(batch[name], leaf.sharding) for name, leaf in program.abstract_batch.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a few steps computed, on the host."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    grads: dict
+    """Of the first step, before clipping."""
+    init: dict
+    params: dict
+    """After the last step."""
+
+
+def train(program: Program, num_steps: int = 3, params: dict | None = None) -> Outcome:
+    """Some steps through ``accumulate`` and ``update``, the two halves of the production step, compiled as one."""
+    config = program.config
+
+    def step(state, batch):
+        with matmul_precision(config):
+            grads, metrics = accumulate(program.definition, program.loss_fn, state.params, batch)
+        return (*update(config, program.optimizer, state, grads, metrics), grads)
+
+    state = program.init(config.run.seed) if params is None else program.start_from(params)
+    init = jax.device_get(state.params)
+    losses, norms, grads = [], [], None
+    with jax.set_mesh(program.mesh):
+        compiled = jax.jit(step).lower(state, placed(program, random_batch(config))).compile()
+        for index in range(num_steps):
+            state, metrics, step_grads = compiled(state, placed(program, random_batch(config, seed=index)))
+            losses.append(float(metrics["loss"]))
+            norms.append(float(metrics["grad_norm"]))
+            grads = jax.device_get(step_grads) if grads is None else grads
+            assert_replicas_equal(state)
+    return Outcome(losses=losses, grad_norms=norms, grads=grads, init=init, params=jax.device_get(state.params))
+
+
+@functools.cache
+def single_device(model: tuple, microbatches: int, remat: str) -> Outcome:
+    """The reference: one device, one microbatch layout; ``model`` is a tuple of (key, value)."""
+    config = parity_config({}, model=dict(model), train={"microbatches": microbatches, "remat": remat})
+    return train(build(config))
+
+
+def assert_replicas_equal(tree: object) -> None:
+    """Devices that hold the same part of an array hold the same bits."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        parts: dict = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            first = parts.setdefault(str(shard.index), data)
+            assert first.tobytes() == data.tobytes(), f"{jax.tree_util.keystr(path)} differs between replicas"
+
+
+def gradient_errors(actual: dict, expected: dict) -> dict[str, float]:
+    """|a - b| / max(norm of the leaf, 1e-3 x global norm), per leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    global_norm = math.sqrt(sum(float(np.sum(np.square(leaf, dtype=np.float64))) for _, leaf in leaves))
+    errors = {}
+    for (path, want), got in zip(leaves, jax.tree.leaves(actual), strict=True):
+        assert want.shape == got.shape, (path, want.shape, got.shape)
+        scale = max(float(np.linalg.norm(want)), 1e-3 * global_norm)
+        errors[jax.tree_util.keystr(path)] = float(np.max(np.abs(got - want))) / scale
+    return errors
+
+
+def assert_same(actual: Outcome, expected: Outcome, tolerance: float = 1e-5) -> None:
+    """The parity criterion: loss, gradient norm, every gradient leaf, parameters after the steps; init bit for bit."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected.init):
+        other = dict(jax.tree_util.tree_leaves_with_path(actual.init))[path]
+        assert np.array_equal(leaf, other), f"initial {jax.tree_util.keystr(path)} depends on the mesh"
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=tolerance)
+    np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=tolerance)
+    errors = gradient_errors(actual.grads, expected.grads)
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= tolerance, f"gradient of {worst} is off by {errors[worst]:.1e}"
+    for (path, want), got in zip(
+        jax.tree_util.tree_leaves_with_path(expected.params), jax.tree.leaves(actual.params), strict=True
+    ):
+        scale = max(float(np.max(np.abs(want))), 1e-3)
+        error = float(np.max(np.abs(got - want))) / scale
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)} after the steps is off by {error:.1e}"
+
+
+def model_key(model: ModelConfig | dict) -> tuple:
+    """Hashable form of model options for ``single_device``."""
+    return tuple(sorted({**TINY, **model}.items()))

@@ -1,0 +1,52 @@
+"""Layout never changes the answer: every shipped mesh against one device, in float32, through production code."""
+
+import pytest
+
+from tests.parity.harness import assert_same, build, model_key, parity_config, single_device, train
+
+# Eight kv heads, so that tensor=8 is legal.
+WIDE = {"num_kv_heads": 8}
+
+QUICK = [
+    ({"fsdp": 8}, {}, 1, "full"),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, {}, 2, "full"),
+    ({"tensor": 8}, WIDE, 1, "none"),
+]
+MESHES = [
+    {"data": 8},
+    {"fsdp": 8},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 4, "tensor": 2},
+]
+FULL = [
+    *((mesh, {}, microbatches, "full") for mesh in MESHES for microbatches in (1, 2, 4) if mesh.get("data") != 8),
+    ({"data": 8}, {}, 1, "full"),
+    ({"tensor": 8}, WIDE, 4, "full"),
+    *((mesh, {}, 2, "none") for mesh in ({"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})),
+    *(
+        (mesh, model, 2, "full")
+        for mesh in ({"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
+        for model in ({"family": "qwen2"}, {"family": "llama", "tie_embeddings": True})
+    ),
+]
+FULL = [case for case in FULL if 8 % (case[2] * case[0].get("data", 1) * case[0].get("fsdp", 1)) == 0]
+
+
+def check(mesh: dict, model: dict, microbatches: int, remat: str) -> None:
+    config = parity_config(
+        mesh, model=model and {**dict(model_key(model))}, train={"microbatches": microbatches, "remat": remat}
+    )
+    assert_same(train(build(config)), single_device(model_key(model), microbatches, remat))
+
+
+@pytest.mark.parametrize(("mesh", "model", "microbatches", "remat"), QUICK, ids=str)
+def test_mesh_equals_one_device(mesh, model, microbatches, remat):
+    check(mesh, model, microbatches, remat)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("mesh", "model", "microbatches", "remat"), FULL, ids=str)
+def test_every_mesh_equals_one_device(mesh, model, microbatches, remat):
+    check(mesh, model, microbatches, remat)
