@@ -8,7 +8,8 @@ nothing that a trainer needs besides: no configuration, clipping, metrics, data,
 
 Prints one JSON object: seconds of tracing, compiling and of each step, losses, and the compiler's FLOPs.
 
-Letters in shapes: B rows, S sequence, D embed, H query heads, K kv heads, G = H / K, h head width, F mlp, V vocab, L layers.
+Letters in shapes: B rows, S sequence, D embed, n query heads, k kv heads, g = n / k, h head width, F mlp, V vocab,
+L layers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -101,12 +102,12 @@ def rms_norm(x_bsd: jax.Array, scale_d: jax.Array) -> jax.Array:
     return x_bsd * lax.rsqrt(jnp.mean(x_bsd * x_bsd, axis=-1, keepdims=True) + 1e-5) * scale_d
 
 
-def rotate(x_bshd: jax.Array) -> jax.Array:
+def rotate(x_bsnh: jax.Array) -> jax.Array:
     """Rotary positions 0 to S - 1, halves convention."""
-    half = x_bshd.shape[-1] // 2
-    angle = jnp.arange(x_bshd.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+    half = x_bsnh.shape[-1] // 2
+    angle = jnp.arange(x_bsnh.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     sin, cos = jnp.sin(angle)[:, None, :], jnp.cos(angle)[:, None, :]
-    first, second = x_bshd[..., :half], x_bshd[..., half:]
+    first, second = x_bsnh[..., :half], x_bsnh[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
@@ -198,16 +199,19 @@ def random_batches(shape: Shape, count: int) -> list[np.ndarray]:
 class BuiltStep:
     """A compiled step with the state and the batches that it is run on."""
 
+    step: Callable[[object, object], tuple[object, jax.Array]]
+    """(state, batch) -> (state, loss); calls ``compiled``."""
     compiled: jax.stages.Compiled
-    state: tuple
-    batches: Sequence[jax.Array]
+    state: object
+    batches: Sequence[object]
     num_params: int
     trace_s: float
     compile_s: float
 
 
-def build(shape: Shape, mesh: Mesh) -> BuiltStep:
-    """Creates the state sharded and compiles the step for a mesh with the axes fsdp and tensor."""
+def build(shape: Shape, fsdp: int, tensor: int) -> BuiltStep:
+    """Creates the state sharded and compiles the step."""
+    mesh = jax.make_mesh((fsdp, tensor), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def shardings(specs):
         is_spec = {"is_leaf": lambda node: isinstance(node, P)}
@@ -224,7 +228,7 @@ def build(shape: Shape, mesh: Mesh) -> BuiltStep:
         compiled = lowered.compile()
         compile_s = time.perf_counter() - traced
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state[0]))
-    return BuiltStep(compiled, state, batches, num_params, traced - started, compile_s)
+    return BuiltStep(compiled, compiled, state, batches, num_params, traced - started, compile_s)
 
 
 def run(built: BuiltStep, steps: int) -> dict:
@@ -233,7 +237,7 @@ def run(built: BuiltStep, steps: int) -> dict:
     first_step_at = 0.0
     for step in range(steps):
         wall, cpu = time.perf_counter(), time.process_time()
-        state, value = built.compiled(state, built.batches[step % len(built.batches)])
+        state, value = built.step(state, built.batches[step % len(built.batches)])
         losses.append(float(value))
         seconds.append(time.perf_counter() - wall)
         cpu_seconds.append(time.process_time() - cpu)
@@ -265,9 +269,14 @@ def use_fake_cpu_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def main() -> None:
-    """Command line: the mesh, the number of steps, every field of Shape, and where to write the compiled program."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main(description: str, build_step: Callable[[Shape, int, int], BuiltStep]) -> None:
+    """Command line: the mesh, the number of steps, every field of Shape, and where to write the compiled program.
+
+    Args:
+        description: what is measured, for --help.
+        build_step: from (shape, fsdp devices, tensor devices) to the step to measure.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--fsdp", type=int, default=1, help="devices that shard the batch and the weights")
     parser.add_argument("--tensor", type=int, default=1, help="devices that shard heads, MLP width and vocabulary")
     parser.add_argument("--steps", type=int, default=14)
@@ -277,13 +286,12 @@ def main() -> None:
     options = vars(parser.parse_args())
     fsdp, tensor, steps, hlo = (options.pop(name) for name in ("fsdp", "tensor", "steps", "hlo"))
     use_fake_cpu_devices(fsdp * tensor)
-    mesh = jax.make_mesh((fsdp, tensor), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     shape = Shape(**options)
-    built = build(shape, mesh)
+    built = build_step(shape, fsdp, tensor)
     if hlo:
         hlo.write_text(built.compiled.as_text())
     print(json.dumps(report(shape, built, run(built, steps))))
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__.partition("\n")[0], build)

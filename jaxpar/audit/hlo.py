@@ -43,7 +43,7 @@ class Instruction:
     def op_name(self) -> str:
         """Where the instruction comes from in JAX terms, e.g. ``jit(step)/jvp()/while/body/dot_general``."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
-        return match[1] if match else ""
+        return match[1].replace("\\'", "'") if match else ""
 
     def called(self, *keys: str) -> tuple[str, ...]:
         """Names of the computations given as ``key=%name`` or ``key={%a, %b}``, in the order of ``keys``."""

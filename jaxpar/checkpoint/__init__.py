@@ -1,1 +1,1 @@
-"""Checkpoints: the Orbax store, and Hugging Face safetensors in. Sees pytrees, shardings and key maps, never model code."""
+"""Checkpoints: the Orbax store, and Hugging Face safetensors in. Sees pytrees, shardings, key maps; no model code."""

@@ -97,6 +97,8 @@ class Store:
             ValueError: State or metadata cannot be stored; names the leaf or key.
         """
         self.wait()
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"step = {step!r}: the number of a checkpoint is an int of at least 0")
         arrays = arrays_to_store(state, stored_shapes)
         custom_metadata = metadata_to_store(step, metadata)
         if step in self.steps():
@@ -129,6 +131,7 @@ class Store:
         error = saved.exception()
         self._saved = self._saving = None
         if error is not None:
+            self._tidy = False  # what the failed save left may be what fills the disk
             # Raised at once, not after agreeing with the other processes: those may wait for this one inside Orbax.
             raise self._save_failed(step, error) from error
         if jax.process_count() > 1:
@@ -221,7 +224,8 @@ class Store:
                 + "\n  ".join(problems)
                 + "\n-> use the model, optimizer and precision settings that wrote it (they are in its metadata)"
             )
-        loaded = self._load(step, {s: nested(leaves) for s, leaves in sections.items() if leaves}, bool(stored_shapes))
+        padded = any(tuple(shape) != tuple(targets[name].shape) for name, shape in stored_shapes.items())
+        loaded = self._load(step, {s: nested(leaves) for s, leaves in sections.items() if leaves}, padded)
         state = {}
         for section, tree in abstract_state.items():
             arrays = leaves_by_path(loaded.get(section, {}), section)

@@ -20,6 +20,8 @@ def leading_box(array: jax.Array, shape: Sequence[int]) -> jax.Array:
     Collective: every process calls it.
     """
     shape = tuple(shape)
+    if shape == array.shape:
+        return array
     if isinstance(array.sharding, NamedSharding):
         spec = _spec_off_cut_dims(array.sharding, array.shape, shape)
         array = jax.device_put(array, NamedSharding(array.sharding.mesh, spec))

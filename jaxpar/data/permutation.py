@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 # Luby and Rackoff (1988) need 4 rounds for large halves. In small ones a round has few choices: with 12 rounds the
-# permutations of 5 rows differ in frequency by 9%, with 24 by no more than chance (20,000 keys).
+# permutations of 5 rows differ in frequency by 12%, with 24 by no more than chance (20,000 keys).
 _ROUNDS = 24
 _HASH_SHIFT = np.uint64(32)
 

@@ -119,7 +119,7 @@ def test_another_process_has_the_same_rows(corpus):
     other = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "1"}).stdout
     here = io.StringIO()
     with contextlib.redirect_stdout(here):
-        exec(program)
+        exec(program, {})
     assert other == here.getvalue()
     assert len(other.split()) == 4
 

@@ -35,6 +35,7 @@ LAYOUTS = {
     "tensor 8, all shared": ((8,), ("tensor",), (None, None, None)),
     "outer tensor": ((2, 4), ("tensor", "data"), (None, "data", None)),
 }
+START = Position()
 
 
 class NumberedRows:
@@ -66,7 +67,7 @@ def make():
     """Makes loaders and closes them after the test."""
     loaders = []
 
-    def make(dataset, layout=ONE, *, seed=0, shuffle=True, position=Position(), batch=8, microbatches=1, **kwargs):
+    def make(dataset, layout=ONE, *, seed=0, shuffle=True, position=START, batch=8, microbatches=1, **kwargs):
         settings = {"last_batch": "drop", "num_threads": 2, "prefetch": 2, **kwargs}
         loaders.append(
             Loader(
@@ -122,7 +123,7 @@ def test_batches_are_the_rows_of_the_order_on_every_mesh(make, dataset, layout, 
 def test_each_row_is_read_once_however_many_devices_hold_it(make, layout):
     rows = NumberedRows(16)
     list(make(rows, layout, num_steps=2))
-    assert rows.reads == {i: 1 for i in range(16)}
+    assert rows.reads == dict.fromkeys(range(16), 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -135,7 +136,7 @@ def test_processes_together_hold_each_row_and_devices_of_one_batch_shard_hold_th
     parts = [part.tolist() for part in np.array_split(np.array(devices, object), num_processes) if len(part)]
     held = [rows_of_devices({device: index_map[device] for device in part}, 2, 8) for part in parts]
     assert sorted(set(np.concatenate(held))) == list(range(16))
-    for part, rows in zip(parts, held):
+    for part, rows in zip(parts, held, strict=True):
         assert sorted(set(rows)) == rows.tolist()
         for device in part:
             microbatches, in_batch, _ = index_map[device]
@@ -217,7 +218,7 @@ def test_validation_is_one_pass_in_order(num_rows, num_batches, expected):
     num_real = min(num_rows, 8 * expected)
     assert ids.tolist() == [*range(num_real), *[PADDED] * (8 * expected - num_real)]
     assert sum(float(batch.arrays["weights"].sum()) for batch in batches) == num_real * S
-    assert rows.reads == {i: 1 for i in range(num_real)}
+    assert rows.reads == dict.fromkeys(range(num_real), 1)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_what_a_thread_raises_reaches_the_caller_with_the_row_and_closes_the_loa
     assert [next(loader).ids[0] for _ in range(2)] == [0, 4]
     with pytest.raises(OSError, match="disk on fire") as caught:
         next(loader)
-    assert caught.value.__notes__ == ["while reading row 9 of the dataset"]
+    assert "while reading row 9 of the dataset" in caught.value.__notes__
     # Not the batch after the one that failed.
     with pytest.raises(ValueError, match="closed"):
         next(loader)

@@ -12,7 +12,8 @@ def build(lengths, seq_len, pack):
     """Documents whose tokens are unique, so that a pair says which document and place it is from."""
     first = np.cumsum([0, *lengths])
     documents = [
-        np.append(np.arange(a, a + n - 1) * 1000, EOD + 1000 * d) for d, (a, n) in enumerate(zip(first, lengths))
+        np.append(np.arange(a, a + n - 1) * 1000, EOD + 1000 * d)
+        for d, (a, n) in enumerate(zip(first[:-1], lengths, strict=True))
     ]
     tokens, offsets = concatenate_documents(documents)
     return documents, PackedRows(tokens, offsets, seq_len, pack=pack)
@@ -24,7 +25,9 @@ cases = st.tuples(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 17),
 @given(cases)
 def test_every_pair_within_a_document_is_trained_exactly_once(case):
     documents, rows = build(*case)
-    expected = [pair for document in documents for pair in zip(document[:-1].tolist(), document[1:].tolist())]
+    expected = [
+        pair for document in documents for pair in zip(document[:-1].tolist(), document[1:].tolist(), strict=True)
+    ]
     trained = []
     for i in range(len(rows)):
         row = rows[i]
@@ -33,7 +36,7 @@ def test_every_pair_within_a_document_is_trained_exactly_once(case):
         }
         real = row["weights"] == 1
         assert set(row["weights"].tolist()) <= {0.0, 1.0}
-        trained += zip(row["tokens"][real].tolist(), row["labels"][real].tolist())
+        trained += zip(row["tokens"][real].tolist(), row["labels"][real].tolist(), strict=True)
     # The order is kept too; and so the total weight is sum(len(document) - 1) and no label crosses a border.
     assert trained == expected
     assert rows.num_pairs == len(expected)
@@ -55,7 +58,10 @@ def test_segments_and_positions_restart_with_each_document(case):
             new = t == 0 or document != owner[t - 1]
             segment, position = (segment + 1, 0) if new else (segment, position + 1)
             expected.append((segment, position))
-        assert list(zip(row["segment_ids"][:num_real].tolist(), row["positions"][:num_real].tolist())) == expected
+        assert (
+            list(zip(row["segment_ids"][:num_real].tolist(), row["positions"][:num_real].tolist(), strict=True))
+            == expected
+        )
         for array in row.values():
             assert not array[num_real:].any()
 

@@ -29,7 +29,7 @@ def test_a_place_does_not_depend_on_the_others_asked_for(num_rows, key, places):
     places = np.array(places) % num_rows
     rows = permuted(places, num_rows, key)
     assert rows.tolist() == [permuted(np.array([place]), num_rows, key)[0] for place in places]
-    assert (0 <= rows).all()
+    assert (rows >= 0).all()
     assert (rows < num_rows).all()
     assert len(set(rows)) == len(set(places))
 
@@ -37,8 +37,8 @@ def test_a_place_does_not_depend_on_the_others_asked_for(num_rows, key, places):
 @pytest.mark.parametrize("num_rows", [3, 5])
 def test_all_permutations_are_equally_likely(num_rows):
     num_permutations = math.factorial(num_rows)
-    counts = collections.Counter(tuple(permuted(np.arange(num_rows), num_rows, (key, 0))) for key in range(2400))
-    expected = 2400 / num_permutations
+    counts = collections.Counter(tuple(permuted(np.arange(num_rows), num_rows, (key, 0))) for key in range(1200))
+    expected = 1200 / num_permutations
     chi_squared = sum((count - expected) ** 2 for count in counts.values()) / expected
     chi_squared += expected * (num_permutations - len(counts))
     degrees = num_permutations - 1

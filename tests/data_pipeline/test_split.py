@@ -22,7 +22,7 @@ def test_copies_are_on_one_side_and_the_order_of_files_does_not_matter(texts, fr
         with pytest.raises(ConfigError, match=r"data.validation_fraction.*1 different"):
             held_out(document_scores(texts), fraction)
         return
-    sides = [dict(zip(order, held_out(document_scores(order), fraction))) for order in (texts, shuffled)]
+    sides = [dict(zip(order, held_out(document_scores(order), fraction), strict=True)) for order in (texts, shuffled)]
     assert sides[0] == sides[1]
     assert held_out(document_scores(texts), fraction).tolist() == [sides[0][text] for text in texts]
 

@@ -108,7 +108,7 @@ def test_a_directory_is_refused_with_the_file_to_give(tmp_path):
 def test_invalid_file_is_named(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="not a valid tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"not a valid tokenizer\.json"):
         load_tokenizer(str(path))
 
 
