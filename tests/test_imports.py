@@ -63,10 +63,6 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def is_package(name: str) -> bool:
-    return (ROOT / name.replace(".", "/") / "__init__.py").exists()
-
-
 def resolved(node: ast.Import | ast.ImportFrom, importer: str) -> list[str]:
     """Dotted names that an import statement asks for; ``from a import b`` gives a.b if that is a module, else a."""
     if isinstance(node, ast.Import):
@@ -193,13 +189,16 @@ def test_imports_stand_at_the_top():
 
 def test_no_jax_where_none_is_needed():
     """In a fresh process: no module of these parts, nor the command line, brings JAX or what stands on it in."""
-    names = [name for name in modules() if part(name) in NO_JAX] + [name for name in NO_JAX_MODULES if name in modules()]
+    names = [name for name in modules() if part(name) in NO_JAX] + [
+        name for name in NO_JAX_MODULES if name in modules()
+    ]
     program = (
         "import importlib, sys\n"
+        "heavy = {'jax', 'jaxlib', 'flax', 'optax', 'orbax', 'grain'}\n"
         "for name in sys.argv[1:]:\n"
         "    importlib.import_module(name)\n"
-        "    heavy = {m.partition('.')[0] for m in sys.modules} & {'jax', 'jaxlib', 'flax', 'optax', 'orbax', 'grain'}\n"
-        "    assert not heavy, f'{name} imports {sorted(heavy)}'\n"
+        "    found = {module.partition('.')[0] for module in sys.modules} & heavy\n"
+        "    assert not found, f'{name} imports {sorted(found)}'\n"
     )
     finished = subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr

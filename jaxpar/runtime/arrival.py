@@ -23,6 +23,8 @@ from jaxpar.config.errors import ConfigError, Problem
 
 PROTOCOL = "jaxpar-arrival-1"
 _RETRY_S = 0.2
+_SAY_AFTER_S = 5.0
+_SAY_EVERY_S = 10.0
 _MAX_LINE = 4096
 
 type Facts = Mapping[str, str | int]
@@ -72,6 +74,15 @@ def arrive(coordinator: str, *, process_id: int, num_processes: int, facts: Fact
         _announce(host, port, coordinator, process_id=process_id, facts=facts, timeout_s=timeout_s)
 
 
+def wait_for_service(coordinator: str, *, timeout_s: float = 2) -> None:
+    """Waits a little for JAX's service to take the port, because JAX's client waits a second if it comes too early."""
+    address, deadline = parse_address(coordinator), time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+            return
+        time.sleep(0.02)
+
+
 def _name_ids(ids: list[int]) -> str:
     shown = ", ".join(map(str, ids[:16]))
     return f"{{{shown}}}" if len(ids) <= 16 else f"{{{shown}, ... {len(ids) - 16} more}}"
@@ -113,7 +124,7 @@ class _Reception:
 
     def receive_all(self, timeout_s: float, say: Say) -> None:
         deadline = time.monotonic() + timeout_s
-        next_status, next_say = 0.0, time.monotonic() + 5
+        next_status, next_say = 0.0, time.monotonic() + _SAY_AFTER_S
         try:
             while len(self._guests) < self._num_processes - 1:
                 now = time.monotonic()
@@ -124,7 +135,7 @@ class _Reception:
                     next_status = now + 1
                 if now >= next_say:
                     say(f"waiting at {self._coordinator} for process ids {_name_ids(self._missing_ids())}")
-                    next_say = now + 10
+                    next_say = now + _SAY_EVERY_S
                 for key, _ in self._selector.select(timeout=min(0.5, deadline - now)):
                     self._accept() if key.data is None else self._read(key.data)
         except StartError as error:
@@ -252,7 +263,6 @@ def _announce(host: str, port: int, coordinator: str, *, process_id: int, facts:
             with socket.create_connection((host, port), timeout=min(left, 5)) as connection:
                 connection.sendall(hello)
                 _wait_for_go(connection, deadline)
-            _wait_for_service(host, port)
             return
         except OSError as error:
             trouble = str(error)
@@ -279,14 +289,6 @@ def _wait_for_go(connection: socket.socket, deadline: float) -> None:
             raise StartError(waiting) from None
         raise
     raise ConnectionError("it listens, but did not answer as process 0 of a run does")
-
-
-def _wait_for_service(host: str, port: int) -> None:
-    """Waits a little for JAX's service to take the port, because JAX's client waits a second if it comes too early."""
-    for _ in range(100):
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
-            return
-        time.sleep(0.02)
 
 
 def _messages(connection: socket.socket, deadline: float) -> Iterable[dict]:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.schema import RuntimeConfig
-from jaxpar.runtime.arrival import Say, StartError, arrive
+from jaxpar.runtime.arrival import Say, StartError, arrive, wait_for_service
 
 CPU_FLAGS = {
     # XLA:CPU aborts the process when the devices of a collective do not all arrive in time (20 s until it warns, 40 s
@@ -112,7 +112,7 @@ def stop(*, success: bool, exit_code: int = 1) -> None:
     except jax.errors.JaxRuntimeError as error:
         sys.stderr.write(f"error: another process of this run has failed: {error}\n")
         _leave(exit_code)
-    atexit.unregister(_leave)
+    atexit.unregister(_leave_unannounced)
     jax.distributed.shutdown()
 
 
@@ -168,6 +168,8 @@ def _join(runtime: RuntimeConfig, say: Say) -> None:
         timeout_s=runtime.start_timeout_s,
         say=say,
     )
+    if runtime.process_id != 0:
+        wait_for_service(runtime.coordinator)
     # JAX's preemption service would swallow SIGTERM in native code from here on; jaxpar.runtime.interrupt handles it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -178,8 +180,14 @@ def _join(runtime: RuntimeConfig, say: Say) -> None:
         # Under SLURM, JAX would otherwise guess one device per process and leave the other GPUs idle.
         cluster_detection_method="deactivate",
     )
-    # Runs before JAX's own exit handler (last in, first out), for an exit that nobody announced with stop().
-    atexit.register(_leave, 1)
+    # Runs before JAX's own exit handler (last in, first out).
+    atexit.register(_leave_unannounced, runtime.process_id, runtime.num_processes)
+
+
+def _leave_unannounced(process_id: int, num_processes: int) -> NoReturn:
+    """For an exit without ``stop``, as after an exception that nobody caught."""
+    sys.stderr.write(f"error: process {process_id} of {num_processes} ends without the others\n")
+    _leave(1)
 
 
 def _leave(exit_code: int) -> NoReturn:

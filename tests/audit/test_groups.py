@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.audit.groups import mesh_in_text, permute_groups, replica_groups
@@ -49,6 +49,7 @@ def as_mesh(mesh, axes, quote="'"):
     return f"mesh[{sizes}] {{{','.join(f'{quote}{axis}{quote}' for axis in axes)}}}"
 
 
+@settings(deadline=None, max_examples=50)
 @given(meshes())
 def test_all_notations_give_the_same_axes(mesh_and_axes):
     mesh, axes = mesh_and_axes
@@ -59,6 +60,7 @@ def test_all_notations_give_the_same_axes(mesh_and_axes):
         assert found.size == math.prod(mesh[axis] for axis in axes)
 
 
+@settings(deadline=None, max_examples=50)
 @given(meshes(), st.booleans())
 def test_a_permute_along_one_axis_gives_that_axis(mesh_and_axes, ring):
     mesh, _ = mesh_and_axes

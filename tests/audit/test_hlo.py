@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.audit.hlo import ArrayType, array_types, parse_module, tuple_elements
@@ -26,6 +26,7 @@ DTYPES = {
 ARRAYS = st.builds(ArrayType, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 9), max_size=4).map(tuple))
 
 
+@settings(deadline=None, max_examples=50)
 @given(ARRAYS)
 def test_bytes_are_those_of_numpy(array):
     assert array.bytes == math.prod(array.dims) * np.dtype(DTYPES[array.dtype]).itemsize
@@ -41,6 +42,7 @@ def with_layout(array):
     return f"{array}{{{order}:T(8,128)(2,1)S(5)}}" if array.dims else str(array)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.one_of(ARRAYS, st.lists(ARRAYS, min_size=1, max_size=3)), min_size=1, max_size=7))
 def test_nested_tuples_with_layouts_and_index_comments(elements):
     texts = [

@@ -38,7 +38,7 @@ def compile_step(loss, mesh, weight_spec, batch_spec):
         return audit(gradient.lower(weights, x).compile(), mesh=mesh)
 
 
-def constrained_loss(mesh, *, hoisted, constrain_activations=True):
+def constrained_loss(mesh, *, hoisted):
     """The loss in automatic mode; the gather is a sharding constraint, in the loop or before it."""
 
     def constrain(array, *spec):
@@ -46,8 +46,7 @@ def constrained_loss(mesh, *, hoisted, constrain_activations=True):
 
     def layer(x, weight):
         whole = weight if hoisted else constrain(weight)
-        x = jnp.tanh(x @ whole)
-        return (constrain(x, "fsdp") if constrain_activations else x), None
+        return constrain(jnp.tanh(x @ whole), "fsdp"), None
 
     def loss(weights, x):
         stack = constrain(weights) if hoisted else weights

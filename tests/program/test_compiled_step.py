@@ -1,6 +1,8 @@
 """The compiled training step is part of the contract: which collectives, where, how many bytes, how much memory."""
 
+import collections
 import math
+import re
 
 import pytest
 
@@ -8,7 +10,6 @@ from jaxpar.audit import (
     audit,
     capture_compiler_warnings,
     gathers_of_stacked_weights,
-    unwanted_wire_dtypes,
     weight_sized_all_reduces,
 )
 from tests.parity.harness import TINY, build, parity_config
@@ -73,7 +74,7 @@ def test_loss_chunks_do_not_communicate_over_fsdp(fsdp8):
 
 
 def test_hybrid_reduces_over_data_once_and_only_shards(hybrid_tensor):
-    """Only the loss crosses the data axis inside a loop, microbatches included; what crosses after it are 1/N shards."""
+    """Only the loss crosses the data axis inside a loop, microbatches included; 1/N shards do after it."""
     inside = [found for found in hybrid_tensor.select(in_loop=True) if "data" in found.axes]
     assert sum(found.bytes for found in inside) <= 3 * 4, inside
     reduced = hybrid_tensor.select("all-reduce", axes="data", in_loop=False)
@@ -83,7 +84,6 @@ def test_hybrid_reduces_over_data_once_and_only_shards(hybrid_tensor):
 
 def test_tensor_collectives_per_block(hybrid_tensor):
     """Sequence parallel: gather before attention and MLP, reduce-scatter after; never an all-reduce of activations."""
-    loops = [loop for loop in hybrid_tensor.per_layer(NUM_LAYERS) if loop.counts]
     forward, backward = hybrid_tensor.per_layer(NUM_LAYERS)
     assert forward.counts["all-gather", ("tensor",)] == 2
     assert forward.counts["reduce-scatter", ("tensor",)] == 2
@@ -95,18 +95,26 @@ def test_tensor_collectives_per_block(hybrid_tensor):
         assert not any(op == "all-reduce" for op, _ in loop.counts), loop.counts
 
 
-def test_bfloat16_travels_as_asked():
-    """Weights in the compute dtype, gradients in the reduce dtype.
+COLLECTIVE = re.compile(
+    r'"stablehlo\.(?P<op>all_gather|reduce_scatter|all_to_all)".*?: \(tensor<(?:\d+x)+(?P<dtype>\w+)>\) ->', re.DOTALL
+)
 
-    The CPU backend computes bfloat16 collectives of its own accord in float32 where it reduces; gathers it leaves alone.
+
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+def test_types_on_the_wire(reduce):
+    """Weights and activations travel in the compute type, gradients in the reduce type.
+
+    Read from the program as handed to the compiler: the CPU backend widens bfloat16 collectives to float32.
     """
-    report = compiled_report({"fsdp": 8}, precision={"compute": "bfloat16", "reduce": "float32"})
-    layers = report.select("all-gather", axes="fsdp", in_loop=True)
-    assert len(layers) == 14
-    forward, backward = report.per_layer(NUM_LAYERS)
-    assert unwanted_wire_dtypes(report, allowed={"f32"}, op="reduce-scatter") == ()
-    assert forward.counts == {("all-gather", ("fsdp",)): 7}
-    assert backward.counts[("reduce-scatter", ("fsdp",))] == 7
+    program = build(parity_config({"fsdp": 8}, model=MODEL, precision={"compute": "bfloat16", "reduce": reduce}))
+    found = COLLECTIVE.findall(program.lower_train_step().as_text())
+    sent = {"float32": "f32", "bfloat16": "bf16"}[reduce]
+    assert collections.Counter(found) == {
+        ("all_gather", "i32"): 1,  # tokens
+        ("all_gather", "bf16"): 7 + 7 + 1,  # blocks forward and backward, head
+        ("reduce_scatter", sent): 7 + 1,
+        ("all_to_all", "bf16"): 2,  # embedding
+    }
 
 
 WIDE = {"embed_dim": 128, "mlp_dim": 512, "num_layers": 8, "head_dim": 16}

@@ -3,7 +3,6 @@
 import concurrent.futures
 import json
 import random
-import re
 import socket
 import threading
 import time
@@ -11,6 +10,7 @@ import time
 import pytest
 
 from jaxpar.config import ConfigError
+from jaxpar.runtime import arrival
 from jaxpar.runtime.arrival import PROTOCOL, StartError, arrive, parse_address
 
 FACTS = {"runtime.cpu_devices": 4}
@@ -80,8 +80,8 @@ def test_missing_processes_are_named_on_every_process(coordinator):
 def test_a_process_that_waited_longer_than_process_0_says_the_same(coordinator):
     """Process 1 of 3 started first, so its own time is up first."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first = pool.submit(go, coordinator, 0, 3, timeout_s=4.0)
-        early = pool.submit(go, coordinator, 1, 3, timeout_s=1.5)
+        first = pool.submit(go, coordinator, 0, 3, timeout_s=1.8)
+        early = pool.submit(go, coordinator, 1, 3, timeout_s=1.1)
         assert "missing process ids {2}" in early.result(20)
         # It has left, and is missed now.
         assert "1 of 3 processes arrived" in first.result(20)
@@ -107,7 +107,7 @@ def test_two_processes_with_the_same_number(coordinator):
 
 def test_a_second_process_0(coordinator):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        first = pool.submit(go, coordinator, 0, 2, timeout_s=1.5)
+        first = pool.submit(go, coordinator, 0, 2, timeout_s=0.8)
         time.sleep(0.3)
         second = go(coordinator, 0, 2)
         assert f"cannot listen on the port of runtime.coordinator = {coordinator}" in second
@@ -123,11 +123,8 @@ def test_a_number_out_of_range(coordinator):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"num_processes": 3}, "process 1 (from 127.0.0.1) has runtime.num_processes = 3, but process 0 has 2"),
-        (
-            {"facts": {"runtime.cpu_devices": 2}},
-            "process 1 (from 127.0.0.1) has runtime.cpu_devices = 2, but process 0",
-        ),
+        ({"num_processes": 3}, "has runtime.num_processes = 3, but process 0 has 2"),
+        ({"facts": {"runtime.cpu_devices": 2}}, "has runtime.cpu_devices = 2, but process 0 has 4"),
         ({"facts": {}}, "has runtime.cpu_devices = None, but process 0 has 4"),
     ],
     ids=["num_processes", "cpu_devices", "fact missing"],
@@ -135,7 +132,7 @@ def test_a_number_out_of_range(coordinator):
 def test_processes_that_were_started_differently(coordinator, other, said):
     calls = [{"process_id": 0, "num_processes": 2}, {"process_id": 1, "num_processes": 2} | other]
     results = all_go(coordinator, calls)
-    assert all(re.search(re.escape(said).replace("127\\.0\\.0\\.1", ".*"), result) for result in results), results
+    assert all(result.startswith("process 1 (from ") and said in result for result in results), results
 
 
 def hello(connection, process_id):
@@ -204,16 +201,11 @@ def test_another_program_on_the_coordinators_port(coordinator):
 
 
 def test_waiting_is_said(coordinator, monkeypatch):
-    said, clock = [], time.monotonic
-    offsets = iter([0.0, 0.0])
-    # Seven seconds pass at once after the first two looks at the clock.
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + next(offsets, 7.0))
-    result = go(coordinator, 0, 20, timeout_s=7.3, say=said.append)
-    assert "1 of 20 processes arrived" in result
-    assert said == [
-        f"waiting at {coordinator} for process ids {{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, "
-        "... 3 more}"
-    ]
+    monkeypatch.setattr(arrival, "_SAY_AFTER_S", 0.0)
+    said = []
+    assert "1 of 20 processes arrived" in go(coordinator, 0, 20, timeout_s=0.2, say=said.append)
+    shown = ", ".join(str(process) for process in range(1, 17))
+    assert said == [f"waiting at {coordinator} for process ids {{{shown}, ... 3 more}}"]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +217,7 @@ def test_addresses(text, address):
 
 
 @pytest.mark.parametrize(
-    "text", ["node0", "node0:", ":80", "node0:0", "node0:65536", "node0:8 4", "node0:-1", "node0:²", ""]
+    "text", ["node0", "node0:", ":80", "node0:0", "node0:65536", "node0:8 4", "node0:-1", "n:²", ""]
 )
 def test_what_is_not_an_address(text):
     with pytest.raises(ConfigError, match="is not host:port") as raised:
