@@ -38,20 +38,38 @@ class Place:
 def find_checkpoint(config: Config) -> tuple[Path, int] | None:
     """Directory and step to go on from, by ``checkpoint.resume``; None for a fresh start.
 
+    A run that was started from another directory and has saved since goes on from its own checkpoints: the command
+    that was interrupted is the command that goes on.
+
     Raises:
         ConfigError: ``never`` with checkpoints in the way, ``must`` or a path without any.
     """
     mode = config.checkpoint.resume
     own = Path(config.run.dir) / "checkpoints"
-    directory = own if mode in ("auto", "never", "must") else Path(mode)
-    with Store(directory) as store:
-        step, skipped = store.latest(), store.skipped()
+    step, skipped = _newest(own)
     if mode == "never" and step is not None:
         raise _problem(mode, f"{own} already has step {step}", "choose another run.dir, or resume = auto to go on")
-    if step is None and mode not in ("auto", "never"):
-        why = "".join(f"; step {number} was passed over: {reason}" for number, reason in skipped)
-        raise _problem(mode, f"there is no complete checkpoint in {directory}{why}", "use resume = auto to start anew")
-    return None if step is None else (directory, step)
+    if step is not None or mode in ("auto", "never"):
+        return None if step is None else (own, step)
+    if mode == "must":
+        raise _no_checkpoint(mode, own, skipped, "use resume = auto to start anew")
+    directory = Path(mode)
+    step, skipped = _newest(directory)
+    if step is None:
+        inside = directory / "checkpoints"
+        remedy = f"checkpoint.resume = {inside}" if inside.is_dir() else "name the checkpoints directory of a run"
+        raise _no_checkpoint(mode, directory, skipped, remedy)
+    return directory, step
+
+
+def _newest(directory: Path) -> tuple[int | None, list[tuple[int, str]]]:
+    with Store(directory) as store:
+        return store.latest(), store.skipped()
+
+
+def _no_checkpoint(mode: str, directory: Path, skipped: list[tuple[int, str]], remedy: str) -> ConfigError:
+    why = "".join(f"; step {number} was passed over: {reason}" for number, reason in skipped)
+    return _problem(mode, f"there is no complete checkpoint in {directory}{why}", remedy)
 
 
 def _problem(value: str, message: str, remedy: str) -> ConfigError:
@@ -104,15 +122,13 @@ def save(store: Store, program: Program, state: TrainState, place: Place, datase
     store.save(place.step, sections, metadata, stored_shapes=stored_shapes(program, sections))
 
 
-def restore(store: Store, step: int, program: Program, dataset: TokenDataset) -> tuple[TrainState, Place]:
-    """State and place of a checkpoint, every leaf on its target sharding.
+def restore(store: Store, step: int, program: Program) -> tuple[TrainState, Place]:
+    """State and place of a checkpoint that ``check_same_run`` has let pass, every leaf on its target sharding.
 
     Raises:
-        ConfigError: the data, its order or the seed is not what the checkpoint was trained on.
-        CheckpointError: leaves do not fit.
+        CheckpointError: leaves do not fit, or cannot be read.
     """
     metadata = store.metadata(step)
-    check_same_data(metadata, program.config, dataset)
     abstract = {name: getattr(program.abstract_state, name) for name in SECTIONS}
     sections = store.restore(step, abstract, stored_shapes=stored_shapes(program, abstract))
     count = jax.device_put(jnp.int32(step), NamedSharding(program.mesh, P()))
@@ -121,36 +137,67 @@ def restore(store: Store, step: int, program: Program, dataset: TokenDataset) ->
     return state, Place(step=step, position=position, tokens_seen=metadata["tokens_seen"])
 
 
-def check_same_data(metadata: Mapping, config: Config, dataset: TokenDataset) -> None:
-    """A data position only means something in the order that it was counted in."""
-    before, now = metadata["dataset"], dict(dataset.identity)
+def check_same_run(directory: Path, step: int, config: Config, dataset: TokenDataset) -> None:
+    """Refuses to go on from a checkpoint with another model, or with data in another order. Reads no arrays.
+
+    A data position only means something in the order that it was counted in, and weights only in their model.
+
+    Raises:
+        ConfigError: names every key that has changed.
+        CheckpointError: the metadata cannot be read.
+    """
+    with Store(directory) as store:
+        metadata = store.metadata(step)
+    before = _lasting(metadata["config"], metadata["dataset"])
+    now = _lasting(dataclasses.asdict(config), dataset.identity)
     problems = [
         Problem(
-            key=f"data ({part})",
-            value=now.get(part),
-            message=f"the checkpoint was trained on {before.get(part)!r}",
-            remedy="train on the same data, or start a new run (another run.dir)",
+            key=key,
+            value=_shown(now.get(key)),
+            message=f"step {step} of {directory} was trained with {_shown(before.get(key))!r}",
+            remedy=f"{_REMEDIES.get(key, 'set it back')}, or start a new run (another run.dir)",
         )
-        for part in sorted(before.keys() | now.keys())
-        if before.get(part) != now.get(part)
+        for key in before | now
+        if before.get(key) != now.get(key)
     ]
-    if metadata["seed"] != config.run.seed:
-        problems.append(
-            Problem(
-                key="run.seed",
-                value=config.run.seed,
-                message=f"the checkpoint's data order comes from seed {metadata['seed']}",
-                remedy=f"set run.seed = {metadata['seed']}, or start a new run (another run.dir)",
-            )
-        )
-    if (before_shuffle := metadata["config"]["data"]["shuffle"]) != config.data.shuffle:
-        problems.append(
-            Problem(
-                key="data.shuffle",
-                value=config.data.shuffle,
-                message=f"the checkpoint's data order was made with shuffle = {before_shuffle}",
-                remedy=f"set data.shuffle = {str(before_shuffle).lower()}, or start a new run (another run.dir)",
-            )
-        )
     if problems:
         raise ConfigError(problems)
+
+
+_FREE_MODEL_KEYS = {"preset", "init_from", "init_std", "vocab_multiple"}
+"""Decide how a run starts, or how arrays are padded in memory; nothing of what a checkpoint holds."""
+
+_DATA_KEYS = {
+    "source": "data.source",
+    "content": "data (rows)",
+    "tokenizer": "data.tokenizer",
+    "pack": "data.pack",
+    "seq_len": "data.seq_len",
+    "seed": "run.seed",
+    "vocab_size": "model.vocab_size",
+}
+"""Config keys of the parts of a dataset's identity."""
+
+_REMEDIES = {
+    "data (rows)": "give it the same files, or the same data.num_samples and data.validation_fraction",
+    "data.tokenizer": "give it the same tokenizer",
+}
+
+
+def _lasting(config: Mapping, identity: Mapping) -> dict[str, object]:
+    """What a run keeps from its first step to its last, by config key."""
+    model = {f"model.{name}": value for name, value in config["model"].items() if name not in _FREE_MODEL_KEYS}
+    data = {_DATA_KEYS.get(part, f"data ({part})"): value for part, value in identity.items()}
+    return {
+        **model,
+        **data,
+        "precision.params": config["precision"]["params"],
+        "optim.name": config["optim"]["name"],
+        "run.seed": config["run"]["seed"],
+        "data.shuffle": config["data"]["shuffle"],
+    }
+
+
+def _shown(value: object) -> object:
+    """Hashes by their beginning."""
+    return value[:12] if isinstance(value, str) and len(value) == 64 else value

@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import math
 import time
+import traceback
 from pathlib import Path
 
 import jax
 
 from jaxpar import resume
+from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.store import Store
-from jaxpar.config import Config, config_to_toml
+from jaxpar.config import Config, ConfigError, Problem, config_to_toml
 from jaxpar.data.dataset import Datasets, load_dataset
 from jaxpar.data.loader import Loader, validation_loader
 from jaxpar.data.order import GlobalOrder
@@ -54,9 +56,19 @@ class Outcome:
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        paths = {"run_dir": str(self.run_dir), "checkpoint": self.checkpoint and str(self.checkpoint)}
-        return {**fields, **paths, "reason": self.reason.name.lower()}
+        return {
+            "reason": self.reason.name.lower(),
+            "step": self.step,
+            "loss": _json_number(self.loss),
+            "eval_loss": _json_number(self.eval_loss),
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "run_dir": str(self.run_dir),
+        }
+
+
+def _json_number(value: float | None) -> float | None:
+    """JSON has no word for NaN and infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 class Trainer:
@@ -91,11 +103,13 @@ class Trainer:
             processes = start(self.config.runtime, say=log.say)
             try:
                 plan = resolve(self.config, num_devices=processes.global_devices, **known)
+                if found:
+                    resume.check_same_run(*found, plan.config, datasets.train)
                 outcome = self._run(Program.build(plan), datasets, found, processes, log)
             except BaseException as error:
                 if processes.num_processes > 1:
-                    log.error(f"{type(error).__name__}: {error}")
-                    stop(success=False)
+                    log.error(_describe(error))
+                    stop(success=False, exit_code=_exit_code(error))
                 raise
             stop(success=True)
         return outcome
@@ -107,8 +121,7 @@ class Trainer:
         config, run_dir = program.config, Path(program.config.run.dir)
         with contextlib.ExitStack() as stack:
             if processes.process_id == 0:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(RunLock(run_dir, warn=log.warn))
+                _take(run_dir, stack, log)
                 (run_dir / "config.toml").write_text(config_to_toml(config))
                 log.open(run_dir / "log.txt")
             _announce(program, datasets, processes, log)
@@ -206,8 +219,9 @@ class _Loop:
         if found:
             directory, step = found
             with Store(directory) as source:
-                state, place = resume.restore(source, step, program, self.datasets.train)
-            self.log.say(f"resumed from step {step} of {directory}, at {place.position}")
+                state, place = resume.restore(source, step, program)
+            epoch, offset = place.position.epoch, place.position.offset
+            self.log.say(f"resumed from step {step} of {directory}, at sample {offset} of epoch {epoch}")
             return state, place
         if config.model.init_from:
             directory = config.model.init_from.removeprefix("hf:")
@@ -221,7 +235,7 @@ class _Loop:
         train, every = self.config.train, self.config.checkpoint.every
         pending: _Pending | None = None
         self.clock = time.perf_counter()
-        if self.eval_step and self.place.step < self.last_step:
+        if self.eval_step and self.place.step == 0:
             self._evaluate()
         for batch in self.loader:
             self.state, metrics = self.train_step(self.state, batch.arrays)
@@ -259,7 +273,8 @@ class _Loop:
         now = time.perf_counter()
         step_s, self.clock = now - self.clock, now
         self.loss = metrics["loss"]
-        self.place = dataclasses.replace(self.place, tokens_seen=self.place.tokens_seen + int(metrics["tokens"]))
+        tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
+        self.place = dataclasses.replace(self.place, tokens_seen=self.place.tokens_seen + tokens)
         tokens_per_s = self.program.plan.tokens_per_step / step_s
         flops = tokens_per_s * self.flops_per_token / self.program.mesh.size
         memory = device_memory() or {}
@@ -279,8 +294,7 @@ class _Loop:
         self.progress.step(report)
         if self.metrics:
             row = {name: value for name, value in dataclasses.asdict(report).items() if value is not None}
-            row |= {name: metrics[name] for name in ("tokens", "cross_entropy", "skipped")}
-            row["tokens"] = int(row["tokens"])
+            row |= {"tokens": tokens, "cross_entropy": metrics["cross_entropy"], "skipped": metrics["skipped"]}
             self.metrics.train(row | ({"ids": pending.ids} if pending.ids else {}))
         self._check_finite(pending.step, metrics)
 
@@ -304,9 +318,10 @@ class _Loop:
         )
 
     def _skip_history(self) -> str:
-        if self.config.train.nonfinite == "stop":
+        train = self.config.train
+        if train.nonfinite == "stop":
             return ""
-        return f" for the {self.skipped_in_a_row}th time in a row (train.max_skipped_steps is the limit)"
+        return f" ({self.skipped_in_a_row} such steps in a row; train.max_skipped_steps = {train.max_skipped_steps})"
 
     def _evaluate(self) -> None:
         """Mean cross entropy over the validation split, every row once."""
@@ -352,6 +367,29 @@ class _Loop:
         )
 
 
+def _take(run_dir: Path, stack: contextlib.ExitStack, log: RunLog) -> None:
+    """Create the run directory and keep other runs out of it."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(RunLock(run_dir, warn=log.warn))
+    except OSError as error:
+        message = f"cannot be created or written: {error.strerror or error}"
+        remedy = "name a directory that can be, e.g. run.dir=runs/first"
+        raise ConfigError([Problem(key="run.dir", value=str(run_dir), message=message, remedy=remedy)]) from error
+
+
+def _describe(error: BaseException) -> str:
+    """What one of several processes says before it ends: with the traceback, unless the message is for the user."""
+    if isinstance(error, ConfigError | CheckpointError | RunFailed | KeyboardInterrupt):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _exit_code(error: BaseException) -> int:
+    """Exit code of one of several processes, which ends inside ``stop``; the same as the ``jaxpar`` command's."""
+    return 2 if isinstance(error, ConfigError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
 def _announce(program: Program, datasets: Datasets, processes: Processes, log: RunLog) -> None:
     """What will run, on what, before anything is compiled."""
     plan, config = program.plan, program.config
@@ -360,8 +398,6 @@ def _announce(program: Program, datasets: Datasets, processes: Processes, log: R
     log.say(str(processes))
     for note in (*processes.notes, *datasets.notes):
         log.say(note)
-    for warning in plan.warnings:
-        log.warn(warning)
     log.say(
         f"model {plan.num_params:,} parameters{padding}; mesh {mesh}; {plan.tokens_per_step:,} tokens a step = "
         f"{config.train.global_batch_size} rows x {config.data.seq_len}, {plan.rows_per_device} rows per device and "

@@ -34,12 +34,12 @@ class DeviceGroups:
 def mesh_in_text(text: str) -> Mapping[str, int] | None:
     """Axis sizes of the one mesh that the replica groups of a program name, or None when there is none or several.
 
-    Meshes that the compiler made up itself, with axes named ``axis_0`` and so on, do not count.
+    Meshes that the compiler made up itself do not count.
     """
     named = {
         match["axes"]
         for match in _MESH_GROUPS.finditer(text)
-        if not match["devices"] and not re.search(r"\baxis_\d", match["axes"])
+        if not match["devices"] and not _is_made_up(match["axes"])
     }
     return _axis_sizes(named.pop()) if len(named) == 1 else None
 
@@ -56,7 +56,7 @@ def replica_groups(attributes: str, num_devices: int, mesh: Mapping[str, int] | 
         sizes = _axis_sizes(match["axes"])
         parts = [(name, pre, size) for name, pre, size in re.findall(_AXIS_PART, match["groups"])]
         groups = _groups_along(parts, sizes, match["devices"] or "")
-        if mesh is None:
+        if mesh is None and not _is_made_up(match["axes"]):
             used = {name for name, _, _ in parts}
             return DeviceGroups(len(groups[0]), tuple(name for name in sizes if name in used and sizes[name] > 1))
     elif "replica_groups=[" in attributes:
@@ -98,6 +98,11 @@ def _differing_axes(groups: Iterable[list[int]], mesh: Mapping[str, int] | None)
         coordinates = np.array(np.unravel_index(group, tuple(mesh.values())))
         differs |= np.ptp(coordinates, axis=1) > 0
     return tuple(axis for axis, used in zip(mesh, differs, strict=True) if used)
+
+
+def _is_made_up(axes: str) -> bool:
+    """Whether the axes of a mesh are the compiler's own, named ``axis_0`` and so on."""
+    return re.search(r"\baxis_\d", axes) is not None
 
 
 def _axis_sizes(inside: str) -> dict[str, int]:

@@ -9,7 +9,7 @@ import typer
 
 from jaxpar.cli.config import config
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
-from jaxpar.cli.train import train
+from jaxpar.cli.train import EPILOG, train
 from jaxpar.config import ConfigError
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train")(train)
+app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 
 

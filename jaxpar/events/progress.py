@@ -138,7 +138,8 @@ def describe_speed(report: StepReport) -> list[str]:
     """Tokens per second, TFLOP/s, MFU, share of time waiting for data, memory; the unknown is "n/a" or left out."""
     parts = [f"{report.tokens_per_s:,.0f} tokens/s"]
     if report.tflops is not None:
-        parts.append(f"{report.tflops:.3g} TFLOP/s")
+        small = report.tflops < 0.1
+        parts.append(f"{report.tflops * 1000:.3g} GFLOP/s" if small else f"{report.tflops:.3g} TFLOP/s")
     parts.append("MFU n/a" if report.mfu is None else f"MFU {report.mfu:.1%}")
     waited = report.data_wait_s / report.step_s if report.step_s > 0 else 0.0
     parts.append(f"data wait {waited:.1%}")

@@ -120,6 +120,7 @@ def test_a_mesh_that_the_compiler_made_up_resolves_to_the_real_axes():
     }.items():
         found = replica_groups(f"replica_groups={notation}, dimensions={{0}}", 8, mesh)
         assert found.axes == axes, notation
+        assert replica_groups(f"replica_groups={notation}, dimensions={{0}}", 8, None).axes is None
     text = "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'} replica_groups=mesh['data'=4,'fsdp'=2] {'data'}"
     assert mesh_in_text(text) == {"data": 4, "fsdp": 2}
 

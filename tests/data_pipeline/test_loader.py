@@ -33,6 +33,7 @@ LAYOUTS = {
     "data 2 x fsdp 2 x tensor 2, rows shared": ((2, 2, 2), ("data", "fsdp", "tensor"), (None, ("data", "fsdp"), None)),
     "data 2 x context 4": ((2, 4), ("data", "context"), (None, "data", "context")),
     "tensor 8, all shared": ((8,), ("tensor",), (None, None, None)),
+    "microbatches sharded too": ((2, 4), ("stage", "data"), ("stage", "data", None)),
     "outer tensor": ((2, 4), ("tensor", "data"), (None, "data", None)),
 }
 START = Position()
@@ -96,8 +97,10 @@ def dataset():
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_batches_are_the_rows_of_the_order_on_every_mesh(make, dataset, layout, microbatches):
     order = GlobalOrder(21, seed=4, shuffle=True)
-    if microbatches == 2 and layout is LAYOUTS["data 8"]:
+    if layout is LAYOUTS["data 8"]:
         microbatches = 1
+    if layout is LAYOUTS["microbatches sharded too"]:
+        microbatches = 2
     loader = make(dataset, layout, seed=4, microbatches=microbatches, last_batch="pad", num_steps=4)
     position = Position()
     batches = list(loader)
@@ -122,7 +125,8 @@ def test_batches_are_the_rows_of_the_order_on_every_mesh(make, dataset, layout, 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_each_row_is_read_once_however_many_devices_hold_it(make, layout):
     rows = NumberedRows(16)
-    list(make(rows, layout, num_steps=2))
+    microbatches = 2 if layout is LAYOUTS["microbatches sharded too"] else 1
+    list(make(rows, layout, num_steps=2, microbatches=microbatches))
     assert rows.reads == dict.fromkeys(range(16), 1)
 
 
@@ -137,10 +141,8 @@ def test_processes_together_hold_each_row_and_devices_of_one_batch_shard_hold_th
     held = [rows_of_devices({device: index_map[device] for device in part}, 2, 8) for part in parts]
     assert sorted(set(np.concatenate(held))) == list(range(16))
     for part, rows in zip(parts, held, strict=True):
-        assert sorted(set(rows)) == rows.tolist()
-        for device in part:
-            microbatches, in_batch, _ = index_map[device]
-            assert set(np.arange(16).reshape(2, 8)[microbatches, in_batch].ravel()) <= set(rows)
+        on_devices = [np.arange(16).reshape(2, 8)[index_map[device][:2]].ravel() for device in part]
+        assert rows.tolist() == sorted(set(np.concatenate(on_devices)))
     batch_shards = {"data 8": 8, "data 4": 4}.get(next(k for k, v in LAYOUTS.items() if v is layout))
     if batch_shards and num_processes > 1:
         assert sum(map(len, held)) == 16
@@ -242,10 +244,10 @@ def test_a_position_of_other_data_is_refused_at_once(make):
 
 
 def test_batches_are_prepared_ahead_and_the_wait_is_measured(make):
-    rows = NumberedRows(64, delay_s=0.02)
+    rows = NumberedRows(64, delay_s=0.05)
     loader = make(rows, batch=4, prefetch=2)
     next(loader)
-    assert loader.wait_s >= 0.07
+    assert loader.wait_s >= 0.19
     deadline = time.perf_counter() + 20
     while sum(rows.reads.values()) < 12 and time.perf_counter() < deadline:
         time.sleep(0.02)
@@ -253,7 +255,7 @@ def test_batches_are_prepared_ahead_and_the_wait_is_measured(make):
     time.sleep(0.2)
     assert sum(rows.reads.values()) == 12
     next(loader)
-    assert loader.wait_s < 0.05
+    assert loader.wait_s < 0.15
 
 
 def test_what_a_thread_raises_reaches_the_caller_with_the_row_and_closes_the_loader(make):

@@ -71,6 +71,15 @@ def test_the_end_of_document_comes_before_the_end_of_turn(tmp_path):
     assert tokenizer.eod_id == backend.token_to_id("<|end_of_text|>")
 
 
+def test_only_special_tokens_end_documents(tmp_path):
+    # Tokenizers have HTML tags as ordinary added tokens, and </s> is one.
+    path = tmp_path / "tokenizer.json"
+    backend = save_bpe(path, ["<|im_end|>"])
+    backend.add_tokens(["</s>"])
+    backend.save(str(path))
+    assert load_tokenizer(str(path)).eod_id == backend.token_to_id("<|im_end|>")
+
+
 def test_vocab_size_covers_ids_after_a_gap(tmp_path):
     path = tmp_path / "tokenizer.json"
     save_bpe(path, ["</s>"])

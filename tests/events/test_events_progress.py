@@ -43,6 +43,11 @@ def test_what_the_device_reports_is_shown():
     assert "412 TFLOP/s  MFU 41.7%  data wait 5.0%  memory 3.0/80.0 GiB" in line
 
 
+def test_a_slow_device_is_shown_in_gflops():
+    [line] = plain_lines([100], log_every=1, tflops=0.00115)
+    assert "  1.15 GFLOP/s  " in line
+
+
 def test_lines_come_every_log_every_steps_and_at_both_ends():
     lines = plain_lines(range(41, 98), log_every=10, first_step=41, last_step=97)
     assert [int(re.match(r"step (\d+)/97 ", line)[1]) for line in lines] == [41, 50, 60, 70, 80, 90, 97]

@@ -67,6 +67,22 @@ def test_a_cpu_that_nobody_asked_for_is_refused_where_there_is_a_gpu(tmp_path, m
     start.start(RuntimeConfig(cpu_devices=8))
 
 
+def test_a_failed_process_of_several_goes_at_once_and_a_process_alone_returns(monkeypatch):
+    class Gone(BaseException):
+        pass
+
+    def leave(code):
+        raise Gone(code)
+
+    monkeypatch.setattr(start.os, "_exit", leave)
+    start.stop(success=False, exit_code=9)
+    start.stop(success=True)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.raises(Gone) as gone:
+        start.stop(success=False, exit_code=9)
+    assert gone.value.args == (9,)
+
+
 @pytest.mark.parametrize(
     ("environment", "fraction", "note"),
     [
