@@ -7,6 +7,7 @@ import dataclasses
 import math
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -101,16 +102,11 @@ class Trainer:
             check(self.config, **known)
             found = resume.find_checkpoint(self.config)
             processes = start(self.config.runtime, say=log.say)
-            try:
+            with _one_end_for_all(processes, log):
                 plan = resolve(self.config, num_devices=processes.global_devices, **known)
                 if found:
                     resume.check_same_run(*found, plan.config, datasets.train)
                 outcome = self._run(Program.build(plan), datasets, found, processes, log)
-            except BaseException as error:
-                if processes.num_processes > 1:
-                    log.error(_describe(error))
-                    stop(success=False, exit_code=_exit_code(error))
-                raise
             stop(success=True)
         return outcome
 
@@ -119,7 +115,7 @@ class Trainer:
     ) -> Outcome:
         """Open what the run needs, announce it, and loop."""
         config, run_dir = program.config, Path(program.config.run.dir)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, _one_end_for_all(processes, log):
             if processes.process_id == 0:
                 _take(run_dir, stack, log)
                 (run_dir / "config.toml").write_text(config_to_toml(config))
@@ -378,16 +374,22 @@ def _take(run_dir: Path, stack: contextlib.ExitStack, log: RunLog) -> None:
         raise ConfigError([Problem(key="run.dir", value=str(run_dir), message=message, remedy=remedy)]) from error
 
 
-def _describe(error: BaseException) -> str:
-    """What one of several processes says before it ends: with the traceback, unless the message is for the user."""
-    if isinstance(error, ConfigError | CheckpointError | RunFailed | KeyboardInterrupt):
-        return f"{type(error).__name__}: {error}"
-    return "".join(traceback.format_exception(error)).rstrip()
+@contextlib.contextmanager
+def _one_end_for_all(processes: Processes, log: RunLog) -> Iterator[None]:
+    """Ends one of several processes as soon as an error leaves the block, before anything outside of it is closed.
 
-
-def _exit_code(error: BaseException) -> int:
-    """Exit code of one of several processes, which ends inside ``stop``; the same as the ``jaxpar`` command's."""
-    return 2 if isinstance(error, ConfigError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    A store that is closed waits for the other processes, which wait for this one in the next step's collectives.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if processes.num_processes > 1:
+            for_user = isinstance(error, ConfigError | CheckpointError | RunFailed | KeyboardInterrupt)
+            log.error(f"{type(error).__name__}: {error}" if for_user else traceback.format_exc().rstrip())
+            # The exit codes of the jaxpar command.
+            code = 2 if isinstance(error, ConfigError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+            stop(success=False, exit_code=code)
+        raise
 
 
 def _announce(program: Program, datasets: Datasets, processes: Processes, log: RunLog) -> None:

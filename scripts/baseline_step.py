@@ -8,7 +8,7 @@ nothing that a trainer needs besides: no configuration, clipping, metrics, data,
 
 Prints one JSON object: seconds of tracing, compiling and of each step, losses, and the compiler's FLOPs.
 
-Letters in shapes: B rows, S sequence, D embed, n query heads, k kv heads, g = n / k, h head width, F mlp, V vocab,
+Letters in shapes: B rows, S sequence, D embed, n query heads, k kv heads, g = n / k, w head width, F mlp, V vocab,
 L layers.
 """
 
@@ -102,27 +102,28 @@ def rms_norm(x_bsd: jax.Array, scale_d: jax.Array) -> jax.Array:
     return x_bsd * lax.rsqrt(jnp.mean(x_bsd * x_bsd, axis=-1, keepdims=True) + 1e-5) * scale_d
 
 
-def rotate(x_bsnh: jax.Array) -> jax.Array:
+def rotate(x_bsnw: jax.Array) -> jax.Array:
     """Rotary positions 0 to S - 1, halves convention."""
-    half = x_bsnh.shape[-1] // 2
-    angle = jnp.arange(x_bsnh.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
+    half = x_bsnw.shape[-1] // 2
+    angle = jnp.arange(x_bsnw.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     sin, cos = jnp.sin(angle)[:, None, :], jnp.cos(angle)[:, None, :]
-    first, second = x_bsnh[..., :half], x_bsnh[..., half:]
+    first, second = x_bsnw[..., :half], x_bsnw[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def attention(y_bsd: jax.Array, weights: dict) -> jax.Array:
     """Causal attention with grouped query heads; returns its output projection [B, S, D]."""
-    query = rotate(jnp.einsum("bsd,dnh->bsnh", y_bsd, weights["query"]))
-    key = rotate(jnp.einsum("bsd,dkh->bskh", y_bsd, weights["key"]))
-    value = jnp.einsum("bsd,dkh->bskh", y_bsd, weights["value"])
+    query = rotate(jnp.einsum("bsd,dnw->bsnw", y_bsd, weights["query"]))
+    key = rotate(jnp.einsum("bsd,dkw->bskw", y_bsd, weights["key"]))
+    value = jnp.einsum("bsd,dkw->bskw", y_bsd, weights["value"])
     rows, seq, kv_heads, width = key.shape
     grouped = query.reshape(rows, seq, kv_heads, -1, width)
-    scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, key) * width**-0.5
+    scores = jnp.einsum("bqkgw,bskw->bkgqs", grouped, key) * width**-0.5
     causal = jnp.tril(jnp.ones((seq, seq), bool))
     probabilities = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
-    mixed = jnp.einsum("bkgqs,bskh->bqkgh", probabilities, value).reshape(rows, seq, -1, width)
-    return jnp.einsum("bsnh,nhd->bsd", mixed, weights["out"])
+    mixed = jnp.einsum("bkgqs,bskw->bqkgw", probabilities, value).reshape(rows, seq, -1, width)
+    # jnp.einsum contracts dims in alphabetical order: other letters for n and w would cost transposes in every layer.
+    return jnp.einsum("bsnw,nwd->bsd", mixed, weights["out"])
 
 
 def block(x_bsd: jax.Array, sharded: dict) -> jax.Array:

@@ -1,6 +1,6 @@
 """How close jaxpar's step comes to the practical limit: jaxpar and scripts/baseline_step.py, alternating in one run.
 
-    python scripts/bench_step.py                    # about 10 minutes on 2 quiet cores
+    python scripts/bench_step.py                    # about a quarter of an hour on 2 quiet cores
     python scripts/bench_step.py --quick --json bench.json
 
 Every measurement is a process of its own. On one device and on fsdp=8 (fake CPU devices) each round runs the baseline's
@@ -249,12 +249,13 @@ def main() -> int:
     cases = [Case("1 device", Shape(), 1, steps), Case("fsdp=8", Shape(), 8, steps)]
     loop_case = Case("loop overhead, small model on 1 device", small, 1, 50 if options.quick else 200)
     console = Console()
+    console.width = max(console.width, 100)
     results = {}
     for case in (*cases, loop_case):
         results[case.name] = run_rounds(case, rounds, console)
         table = loop_table if case is loop_case else case_table
         console.print(table(case, results[case.name]))
-    console.print(KNOWN_DIFFERENCES)
+    console.print(" ".join(KNOWN_DIFFERENCES.split()))
     summaries = {case.name: summary(results[case.name]) for case in cases}
     if options.json:
         document = {

@@ -18,6 +18,9 @@ from jaxpar.sharding import sharding_report
 NEGLIGIBLE_SHARE = 0.001
 """Replicated share of the bytes that is not worth a word: norm scales of a real model stay below it."""
 
+_PIPED_WIDTH = 160
+"""Columns where no terminal says how many it has."""
+
 
 def print_sharding(config: Config, as_json: bool) -> None:
     """Print spec and bytes per device of every leaf, and the bytes that are replicated and need not be."""
@@ -44,6 +47,8 @@ def print_sharding(config: Config, as_json: bool) -> None:
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
         table.add_row(leaf.path, shape, leaf.dtype, leaf.spec, str(leaf.num_copies), f"{leaf.bytes_per_device:,}")
     console = Console()
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
     console.print(table)
     console.print(f"{report.bytes_per_device:,} bytes of training state per device")
     share = (

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -63,7 +64,7 @@ def train(
         importlib.import_module("jaxpar.cli.sharding").print_sharding(loaded.config, as_json)
         return
     trainer = importlib.import_module("jaxpar.trainer")
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
         outcome = trainer.Trainer(loaded.config).run()
     if loaded.config.runtime.process_id == 0:
         if as_json:
@@ -72,6 +73,20 @@ def train(
             typer.echo(_closing_words(outcome, loaded.config, arguments), err=True)
     reason = outcome.reason.name
     raise typer.Exit({"NONE": DONE, "INTERRUPTED": INTERRUPTED, "PREEMPTED": PREEMPTED}[reason])
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Sends to standard error what is meant for standard output, also what native code writes there (gloo does)."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def command_name() -> str:

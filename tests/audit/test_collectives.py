@@ -177,7 +177,10 @@ ENTRY %main (w: f32[8]) -> f32[8] {
   %sums = (f32[8]{0}, f32[4]{0}) all-reduce-start(%x, %y), replica_groups={}, to_apply=%sum
   %sums.done = (f32[8]{0}, f32[4]{0}) all-reduce-done(%sums)
   %ring = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%w), source_target_pairs={{0,1},{1,0}}
-  ROOT %ring.done = f32[8]{0} collective-permute-done(%ring)
+  %ring.done = f32[8]{0} collective-permute-done(%ring)
+  %all = (f32[8]{0}, f32[64]{0}) all-gather-start(%w), replica_groups={}, dimensions={0}, backend_config={"is_sync":true}
+  %z = f32[8]{0} fusion(%w), kind=kLoop, calls=%nothing
+  ROOT %all.done = f32[64]{0} all-gather-done(%all)
 }
 
 %nothing (n: f32[8]) -> f32[8] {
@@ -187,9 +190,10 @@ ENTRY %main (w: f32[8]) -> f32[8] {
 
 
 def test_older_async_forms():
-    """The generic async wrapper, a start without its operands in its type, and one with context numbers."""
-    scatter, reduce, permute = audit(OLDER_FORMS).collectives
+    """The async wrapper, a start without operands in its type, one with context numbers, one marked synchronous."""
+    scatter, reduce, permute, gather = audit(OLDER_FORMS).collectives
     assert (scatter.op, scatter.bytes, scatter.group_size) == ("reduce-scatter", 4, 8)
     assert (scatter.is_async, scatter.compute_between) == (True, 2)
     assert (reduce.op, reduce.bytes, reduce.compute_between) == ("all-reduce", 48, 0)
     assert (permute.op, permute.bytes, permute.is_async) == ("collective-permute", 32, True)
+    assert (gather.op, gather.bytes, gather.is_async, gather.compute_between) == ("all-gather", 256, False, 0)

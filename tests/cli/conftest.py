@@ -1,8 +1,18 @@
 import pytest
 
-from tests.trainer.runs import share_compiled_programs
+from jaxpar.config import config_to_toml
+from tests.cli.command import Command
+from tests.trainer.runs import share_compiled_programs, tiny
 
 
 @pytest.fixture(scope="package", autouse=True)
 def compiled_programs(tmp_path_factory):
     yield from share_compiled_programs(tmp_path_factory.getbasetemp() / "compiled")
+
+
+@pytest.fixture
+def jaxpar(monkeypatch, capsys, tmp_path) -> Command:
+    """The command, in a working directory of its own that holds tiny.toml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(config_to_toml(tiny(tmp_path / "run")))
+    return Command(monkeypatch, capsys)

@@ -1,0 +1,135 @@
+"""One run on two processes of four fake devices: the same answer as one process of eight, and one end for both."""
+
+import json
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.checkpoint.store import Store
+from jaxpar.config import config_to_toml
+from tests.cli.command import Result, ended, finish, start, wait_until
+from tests.trainer.runs import column, rows_of, run, tiny
+
+pytestmark = pytest.mark.proof
+
+PROGRAM = ("-m", "jaxpar")
+
+FAILING = (
+    "-c",
+    """
+import sys
+from jaxpar.cli.main import main
+from jaxpar.data.synthetic import SyntheticRows
+
+read = SyntheticRows.__getitem__
+def fail_later(self, i, reads=[]):
+    reads.append(i)
+    if len(reads) > 40:
+        raise OSError("the disk of this node is gone")
+    return read(self, i)
+SyntheticRows.__getitem__ = fail_later
+main()
+""",
+)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def start_both(tmp_path: Path, *overrides: str, programs: tuple = (PROGRAM, PROGRAM)) -> list[subprocess.Popen]:
+    runtime = {"cpu_devices": 4, "num_processes": 2, "coordinator": f"127.0.0.1:{free_port()}"}
+    # Above the test's own directory, so that the tests share compiled programs.
+    config = tiny(Path("run"), runtime={**runtime, "compilation_cache": str(tmp_path.parent / "compiled_for_two")})
+    (tmp_path / "two.toml").write_text(config_to_toml(config))
+    return [
+        start("train", "two.toml", f"runtime.process_id={i}", *overrides, cwd=tmp_path, program=program)
+        for i, program in enumerate(programs)
+    ]
+
+
+def finish_both(processes: list[subprocess.Popen]) -> list[Result]:
+    with ended(*processes):
+        return [finish(process) for process in processes]
+
+
+def test_the_same_run_as_one_process_of_eight_devices(tmp_path):
+    first, second = finish_both(start_both(tmp_path, "train.stop_at=4", "--json"))
+    assert (first.code, second.code) == (0, 0), (first.err, second.err)
+    assert "2 processes x 4 = 8 devices (cpu)" in first.err
+    assert "step 4/4" in first.err
+    assert json.loads(first.out)["step"] == 4
+    assert second.out == ""
+    assert not [line for line in second.err.splitlines() if not line.startswith("[Gloo]")]
+
+    alone = run(tmp_path / "alone", train={"stop_at": 4})
+    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
+    assert column(rows, "step") == [1, 2, 3, 4]
+    assert column(rows, "ids") == column(alone.rows, "ids")
+    for name in ("loss", "grad_norm", "lr", "tokens"):
+        np.testing.assert_allclose(column(rows, name), column(alone.rows, name), rtol=1e-5, err_msg=name)
+
+    # Written by two processes, read by one.
+    on = run(tmp_path / "run", train={"stop_at": 5}, checkpoint={"resume": "must"})
+    reference = run(tmp_path / "alone", train={"stop_at": 5}, checkpoint={"resume": "must"})
+    assert on.rows[4]["loss"] == pytest.approx(reference.rows[4]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("told", [(0, 1), (1,)], ids=["both", "only the second"])
+def test_an_interruption_ends_both_after_the_same_step(tmp_path, told):
+    processes = start_both(tmp_path, "train.steps=2000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with ended(*processes):
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, processes[0])
+        for i in told:
+            processes[i].send_signal(signal.SIGINT)
+        results = [finish(process) for process in processes]
+    assert [result.code for result in results] == [130, 130], [result.err for result in results]
+    step = rows_of(metrics)[-1]["step"]
+    with Store(tmp_path / "run" / "checkpoints") as store:
+        assert store.steps() == [step]
+        assert store.skipped() == []
+
+    again = finish_both(start_both(tmp_path, f"train.stop_at={step + 3}", "train.steps=2000"))
+    assert [result.code for result in again] == [0, 0], [result.err for result in again]
+    assert column(rows_of(metrics), "step") == list(range(1, step + 4))
+
+
+def test_an_error_in_one_process_ends_both(tmp_path):
+    results = finish_both(start_both(tmp_path, "checkpoint.every=2", programs=(PROGRAM, FAILING)))
+    assert [result.code for result in results] == [1, 1], [result.err for result in results]
+    assert "OSError: the disk of this node is gone" in results[1].err
+    assert "while reading row" in results[1].err
+    assert "error" in results[0].err
+    with Store(tmp_path / "run" / "checkpoints") as store:
+        latest = store.latest()
+    assert latest
+
+    again = finish_both(start_both(tmp_path, f"train.stop_at={latest + 1}"))
+    assert [result.code for result in again] == [0, 0], [result.err for result in again]
+    assert f"resumed from step {latest}" in again[0].err
+
+
+def test_bad_input_that_shows_late_exits_2_on_both(tmp_path):
+    """The seed is compared with the checkpoint's only after the processes have met."""
+    assert [result.code for result in finish_both(start_both(tmp_path, "train.stop_at=1"))] == [0, 0]
+    results = finish_both(start_both(tmp_path, "run.seed=1"))
+    assert [result.code for result in results] == [2, 2], [result.err for result in results]
+    for result in results:
+        assert "run.seed = 1" in result.err
+        assert "Traceback" not in result.err
+
+
+def test_a_loss_that_is_not_finite_ends_both_with_the_step(tmp_path):
+    results = finish_both(start_both(tmp_path, "optim.lr=1e30"))
+    assert [result.code for result in results] == [1, 1]
+    step = rows_of(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    for result in results:
+        assert f"step {step}: loss" in result.err
+        assert "Traceback" not in result.err
