@@ -256,12 +256,14 @@ def test_the_names_that_scripts_rely_on():
         ("==== 12 passed, 3 deselected in 3.21s ====", True),
         ("==== 12 passed, 1 skipped in 3.21s ====", False),
         ("==== 1 skipped, 3 deselected in 3.21s ====", False),
+        ("12 passed, 1 skipped in 603.21s (0:10:03)", False),
+        ("no tests ran", False),
     ],
 )
 def test_ci_takes_a_skipped_test_for_a_failure(tmp_path, closing, passes):
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
-    targets = f'lint test:\n\t@echo linted\nproof:\n\t@echo "{closing}"\n'
+    targets = f'lint:\n\t@echo linted\ntest:\n\t@echo "1 passed in 0.10s"\nproof:\n\t@echo "{closing}"\n'
     (tmp_path / "Makefile").write_text(targets)
     finished = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True)
     assert (finished.returncode == 0) == passes, finished.stderr

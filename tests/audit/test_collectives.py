@@ -152,6 +152,9 @@ def test_h100_forms_async_and_sync():
         ("all-reduce", ("data", "tensor")): (half, False, 0),
     }
     assert report.matmul_flops == 8 * 2 * 2048**3
+    # Exactly the given axes, in any order.
+    assert report.count("all-reduce", axes="data") == 1
+    assert report.count("all-reduce", axes=("tensor", "data")) == 1
 
 
 OLDER_FORMS = """HloModule jit_f, is_scheduled=true, num_partitions=8
@@ -178,7 +181,7 @@ ENTRY %main (w: f32[8]) -> f32[8] {
   %sums.done = (f32[8]{0}, f32[4]{0}) all-reduce-done(%sums)
   %ring = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%w), source_target_pairs={{0,1},{1,0}}
   %ring.done = f32[8]{0} collective-permute-done(%ring)
-  %all = (f32[8]{0}, f32[64]{0}) all-gather-start(%w), replica_groups={}, dimensions={0}, backend_config={"is_sync":true}
+  %all = (f32[8]{0}, f32[64]{0}) all-gather-start(%w), replica_groups={}, backend_config={"is_sync":true}
   %z = f32[8]{0} fusion(%w), kind=kLoop, calls=%nothing
   ROOT %all.done = f32[64]{0} all-gather-done(%all)
 }

@@ -153,3 +153,22 @@ def test_h100_step_with_pipelined_scatters():
     assert synchronous_collectives(report) == ()
     assert unwanted_wire_dtypes(report, allowed={"bf16"}, min_bytes=1024) == ()
     assert weight_sized_all_reduces(report, weight_bytes=weight) == ()
+
+
+CUBLAS = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: bf16[4,512,256], y: bf16[4,128,256]) -> bf16[4,512,128] {
+  %x.1 = bf16[4,512,256]{2,1,0} parameter(0)
+  %y.1 = bf16[4,128,256]{2,1,0} parameter(1)
+  %custom-call.1 = (bf16[4,512,128]{2,1,0}, s8[4194304]{0}) custom-call(%x.1, %y.1), \
+custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"alpha_real":1,\
+"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["2"],\
+"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]},"epilogue":"DEFAULT"}}
+  ROOT %z = bf16[4,512,128]{2,1,0} get-tuple-element(%custom-call.1), index=0
+}
+"""
+
+
+def test_products_that_became_cublas_calls_are_counted():
+    """Recorded from the CUDA compiler, shortened; a batched product with its workspace as a second result."""
+    assert audit(CUBLAS).matmul_flops == 2 * 4 * 512 * 128 * 256

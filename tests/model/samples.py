@@ -1,8 +1,6 @@
-"""Random parameters and rows for tests of the decoder, without the initialisers (which take long to compile)."""
+"""Random parameters for tests of the decoder, without the initialisers, whose weights are small and long to compile."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import jax
 import numpy as np
@@ -26,19 +24,6 @@ def sample_params(program: Program, seed: int = 0) -> dict:
         return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(sample, program.definition.abstract_on(program.mesh))
-
-
-def initial_params(program: Program, seed: int = 0) -> dict:
-    """Parameters as the program initialises them.
-
-    Compiled with little optimisation, which gives the same bits: LLVM takes 10 s over the random numbers otherwise.
-    """
-    mesh, definition = program.mesh, program.definition
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, definition.abstract_on(mesh))
-    key = jax.random.key(seed)
-    with jax.set_mesh(mesh):
-        init = jax.jit(partial(definition.init, mesh=mesh), out_shardings=shardings).lower(key)
-        return init.compile(compiler_options={"xla_backend_optimization_level": 1})(key)
 
 
 class LogitsOf:

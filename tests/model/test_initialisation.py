@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.samples import initial_params
 from tests.parity.harness import build, parity_config
 
 VOCAB, LAYERS, STD = 151, 3, 0.02
@@ -19,13 +18,13 @@ FROM_IT = ("q", "k", "v", "gate", "up")
 @pytest.fixture(scope="module")
 def whole() -> dict:
     """On one device, as numpy."""
-    return jax.device_get(initial_params(build(parity_config({}, model=MODEL))))
+    return jax.device_get(build(parity_config({}, model=MODEL)).init(0).params)
 
 
 @pytest.fixture(scope="module")
 def sharded() -> dict:
     """On four tensor shards, and with more padding of the vocabulary."""
-    return initial_params(build(parity_config({"tensor": 4}, model={**MODEL, "vocab_multiple": 64})))
+    return build(parity_config({"tensor": 4}, model={**MODEL, "vocab_multiple": 64})).init(0).params
 
 
 def assert_spread(values: np.ndarray, std: float) -> None:

@@ -77,8 +77,9 @@ def test_adamw_is_that_of_optax(clip_norm):
     )
     params = tree(0)
     state = reference.init(params)
+    reference_update = jax.jit(reference.update)
     for grad in grads:
-        updates, state = reference.update(grad, state, params)
+        updates, state = reference_update(grad, state, params)
         params = optax.apply_updates(params, updates)
     actual, metrics = run(config, grads)
     assert_equal(actual.params, params)

@@ -62,7 +62,7 @@ def compiled_init(program: Program) -> jax.stages.Compiled:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
     with jax.set_mesh(program.mesh):
         init = jax.jit(make_init(program.definition, program.optimizer, program.mesh), out_shardings=shardings)
-        return init.lower(jax.random.key(0)).compile(compiler_options={"xla_backend_optimization_level": 0})
+        return init.lower(jax.random.key(0)).compile()
 
 
 def bytes_held(state: TrainState) -> dict[jax.Device, int]:
