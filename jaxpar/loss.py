@@ -207,7 +207,7 @@ def _chunk(options, with_gradient, head, x_cd, labels_c, weights_c):
     cross_entropy = log_partition - across(jnp.where(mine, picked, 0.0))
     objective = cross_entropy + options.z_loss * log_partition**2
     # A weight of 0 must win over a label whose logit is masked.
-    sums = tuple(jnp.sum(jnp.where(weights_c > 0, weights_c * a, 0.0)) for a in (objective, cross_entropy))
+    sums = tuple(jnp.sum(jnp.where(weights_c != 0, weights_c * a, 0.0)) for a in (objective, cross_entropy))
     if not with_gradient:
         return sums, None, None
 

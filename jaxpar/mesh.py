@@ -20,9 +20,12 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     ``tensor`` axis.
 
     Raises:
-        ValueError: the product of the sizes is not the number of devices (``jax.make_mesh`` would silently take the
-            first ones).
+        ValueError: an unknown axis, a size below 1, or a product of the sizes that is not the number of devices
+            (``jax.make_mesh`` would silently take the first ones).
     """
+    wrong = {axis: size for axis, size in sizes.items() if axis not in AXES or size < 1}
+    if wrong:
+        raise ValueError(f"mesh {wrong}: the axes are {', '.join(AXES)}, and sizes are at least 1")
     devices = list(jax.devices() if devices is None else devices)
     shape = [sizes.get(axis, 1) for axis in AXES]
     if math.prod(shape) != len(devices):

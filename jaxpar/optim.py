@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.config.schema import OptimConfig
+from jaxpar.plan.run_rules import wsd_decay_steps
 
 
 def learning_rate(optim: OptimConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
@@ -20,8 +20,7 @@ def learning_rate(optim: OptimConfig, num_steps: int) -> Callable[[jax.Array], j
     decays linearly over the last ``decay_steps``.
     """
     warmup = optim.warmup_steps
-    decay = optim.decay_steps or math.ceil(num_steps / 10)
-    decay_start = num_steps - decay if optim.schedule == "wsd" else warmup
+    decay_start = num_steps - wsd_decay_steps(optim, num_steps) if optim.schedule == "wsd" else warmup
 
     def rate(step: jax.Array) -> jax.Array:
         step = jnp.asarray(step, jnp.float32)

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxpar.config.schema import Config
 from jaxpar.loss import next_token_loss
@@ -106,12 +105,9 @@ class Program:
         return self._lower(step, self.abstract_state.params, self.abstract_batch)
 
     def _lower(self, function, *abstract_args, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
-        """Compiled ahead of time: one executable, which refuses arrays of another layout instead of recompiling."""
+        """Compiled ahead of time: one executable, which refuses arrays of another layout instead of recompiling.
+
+        Results need no ``out_shardings``: in Explicit mode their types say where they lie.
+        """
         with jax.set_mesh(self.mesh):
-            result = jax.eval_shape(function, *abstract_args)
-
-            def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-                return NamedSharding(self.mesh, leaf.sharding.spec if leaf.sharding is not None else P())
-
-            jitted = jax.jit(function, donate_argnums=donate, out_shardings=jax.tree.map(sharding, result))
-            return jitted.lower(*abstract_args)
+            return jax.jit(function, donate_argnums=donate).lower(*abstract_args)

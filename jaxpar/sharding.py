@@ -142,7 +142,7 @@ def sharding_report(abstract: object, mesh: Mesh) -> ShardingReport:
                 path=jax.tree_util.keystr(path, simple=True, separator="."),
                 shape=tuple(leaf.shape),
                 dtype=str(leaf.dtype),
-                spec=str(sharding.spec).removeprefix("PartitionSpec"),
+                spec=f"({', '.join(str(_entry(axes_of(entry))) for entry in sharding.spec.partitions)})",
                 num_copies=mesh.size // math.prod(mesh.shape[axis] for axis in split),
                 bytes_per_device=local,
                 total_bytes=total,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.config.errors import Problem
 from jaxpar.config.huggingface import PREFIX
+from jaxpar.config.schema import OptimConfig
 from jaxpar.plan.facts import BATCH_AXES, Facts
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]/]+):(\d{1,5})")
@@ -109,6 +111,11 @@ def validation_has_data(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def wsd_decay_steps(optim: OptimConfig, num_steps: int) -> int:
+    """Steps of the final decay of a wsd schedule of ``num_steps`` steps."""
+    return optim.decay_steps or math.ceil(num_steps / 10)
+
+
 def steps_in_order(facts: Facts) -> Iterator[Problem]:
     """The run ends, warms up and decays inside its own steps."""
     train, optim = facts.config.train, facts.config.optim
@@ -127,7 +134,7 @@ def steps_in_order(facts: Facts) -> Iterator[Problem]:
             remedy=f"set optim.warmup_steps to at most {train.steps}",
         )
     elif optim.schedule == "wsd":
-        decay_steps = optim.decay_steps or train.steps // 10
+        decay_steps = wsd_decay_steps(optim, train.steps)
         if optim.warmup_steps + decay_steps > train.steps:
             yield Problem(
                 key="optim.decay_steps",

@@ -48,7 +48,7 @@ def start(*arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "jaxpar"
     """Starts ``python -m jaxpar`` (or ``program``) in ``cwd``; its output goes to pipes."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.environ.get("PROTO", str(ROOT)),
+        "PYTHONPATH": str(ROOT),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         # Compiles several times faster; nothing here depends on how fast a step is.
         "XLA_FLAGS": "--xla_backend_optimization_level=0",

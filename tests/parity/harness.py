@@ -117,9 +117,10 @@ def train(program: Program, num_steps: int = 3, params: dict | None = None) -> O
 
 
 @functools.cache
-def single_device(model: tuple, microbatches: int, remat: str) -> Outcome:
+def single_device(model: tuple, microbatches: int, remat: str, rows: int = 8) -> Outcome:
     """The reference: one device, one microbatch layout; ``model`` is a tuple of (key, value)."""
-    config = parity_config({}, model=dict(model), train={"microbatches": microbatches, "remat": remat})
+    train_section = {"microbatches": microbatches, "remat": remat, "global_batch_size": rows}
+    config = parity_config({}, model=dict(model), train=train_section)
     return train(build(config))
 
 
