@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import typer
 
 from jaxpar.cli.config import config
-from jaxpar.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.train import EPILOG, train
 from jaxpar.config import ConfigError
 
@@ -32,11 +31,6 @@ def main() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.stderr.flush()
-        # A second Ctrl-C: worker threads may be busy, and Python would wait for them.
-        os._exit(INTERRUPTED)
     except Exception as error:
         if type(error).__name__ not in ("RunFailed", "StartError", "CheckpointError"):
             raise

@@ -64,8 +64,13 @@ def train(
         importlib.import_module("jaxpar.cli.sharding").print_sharding(loaded.config, as_json)
         return
     trainer = importlib.import_module("jaxpar.trainer")
-    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
-        outcome = trainer.Trainer(loaded.config).run()
+    try:
+        with _stdout_to_stderr() if as_json else contextlib.nullcontext():
+            outcome = trainer.Trainer(loaded.config).run()
+    except KeyboardInterrupt:
+        # Before the first step, or for the second time. An ordinary exit would wait for threads that read or save.
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
     if loaded.config.runtime.process_id == 0:
         if as_json:
             typer.echo(json.dumps(outcome.to_dict()))

@@ -93,6 +93,7 @@ def test_interrupted_before_the_first_step(config):
         process.send_signal(signal.SIGINT)
         result = finish(process)
     assert result.code == 130
+    assert result.err.endswith("interrupted\n")
     assert "Traceback" not in result.err
     assert saved_steps(config.parent / "run") == []
 
