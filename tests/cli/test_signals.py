@@ -12,7 +12,7 @@ from jaxpar.config import config_to_toml
 from tests.cli.command import Result, ended, finish, start, wait_until
 from tests.trainer.runs import column, rows_of, tiny
 
-STEPS = 600
+STEPS = 300
 
 
 @pytest.fixture
@@ -77,9 +77,9 @@ def test_interrupted_then_preempted_then_done(config):
     assert f"done at step {STEPS}" in result.err
     rows = rows_of(run_dir / "metrics.jsonl")
     assert column(rows, "step") == list(range(1, STEPS + 1))
-    # 600 batches of 8 are 200 epochs of 24 rows.
+    # 300 batches of 8 are 100 epochs of 24 rows.
     seen = collections.Counter(i for ids in column(rows, "ids") for i in ids)
-    assert seen == dict.fromkeys(range(24), 200)
+    assert seen == dict.fromkeys(range(24), 100)
     for place in range(0, STEPS, 3):
         assert len({i for ids in column(rows, "ids")[place : place + 3] for i in ids}) == 24
 

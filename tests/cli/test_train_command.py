@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,9 @@ from jaxpar.config.overrides import split_path
 from jaxpar.data.order import GlobalOrder
 from jaxpar.plan.resolve import check
 from jaxpar.runtime.arrival import StartError
+from jaxpar.runtime.interrupt import StopReason
 from jaxpar.runtime.lock import RunLock
-from jaxpar.trainer import RunFailed, Trainer
+from jaxpar.trainer import Outcome, RunFailed, Trainer
 from tests.cli.command import finish, start
 from tests.trainer.runs import BATCH, ROWS, STEPS, column, poison, rows_of
 
@@ -123,24 +125,36 @@ def test_json_is_the_only_thing_on_standard_output(jaxpar, tmp_path):
 
 
 def test_a_run_ends_with_where_things_are_and_commands_that_work(jaxpar, tmp_path):
-    """With a directory that needs quotes, and overrides that a suggestion has to replace."""
+    """With a directory that needs quotes, and an override that a suggestion has to replace."""
     (tmp_path / "tiny.toml").rename("my tiny.toml")
-    given = ["my tiny.toml", "run.dir=my run", f"train.steps={STEPS}", "train.microbatches=1"]
+    given = ["my tiny.toml", "run.dir=my run"]
     result = jaxpar("train", *given, "train.stop_at=1")
     assert result.code == 0
     assert "my run/metrics.jsonl" in result.err
     assert "my run/checkpoints/1" in result.err
-    further, other_mesh, sharding = suggestions(result.err)
+    # All devices on fsdp would not divide four rows of a microbatch: that mesh is not suggested.
+    further, sharding = suggestions(result.err)
     assert load(further) == load([*given, "train.stop_at=none"])
-    assert load(other_mesh).mesh.fsdp == -1
-    assert load(other_mesh).run.dir != "my run"
     assert sharding == [*given, "train.stop_at=1", "--sharding"]
-    for arguments in (further, other_mesh):
-        check(load(arguments))
 
     result = jaxpar("train", *given, "train.stop_at=1")
     assert "done at step 1\n" in result.err
     assert column(rows_of(tmp_path / "my run" / "metrics.jsonl"), "step") == [1]
+
+
+def test_what_is_suggested_after_the_last_step_is_legal(jaxpar, monkeypatch):
+    done = Outcome(reason=StopReason.NONE, step=STEPS, loss=3.0, eval_loss=None, checkpoint=None, run_dir=Path("run"))
+    monkeypatch.setattr(Trainer, "run", lambda self: done)
+    given = ["tiny.toml", f"train.steps={STEPS}", "train.microbatches=1", "mesh.data=2"]
+    result = jaxpar("train", *given)
+    assert f"done at step {STEPS}: training loss 3.0000" in result.err
+    assert "none was written" in result.err
+    longer, other_mesh, _ = suggestions(result.err)
+    assert load(longer).train.steps == 2 * STEPS
+    assert (load(other_mesh).mesh.data, load(other_mesh).mesh.fsdp) == (1, -1)
+    assert load(other_mesh).run.dir != load(given).run.dir
+    for arguments in (longer, other_mesh):
+        check(load(arguments))
 
 
 def suggestions(err: str) -> list[list[str]]:

@@ -1,11 +1,17 @@
 import pytest
 
-from tests.trainer.runs import Run, run, share_compiled_programs
+from tests.trainer.runs import Run, reuse_train_steps, run, share_compiled_programs
 
 
 @pytest.fixture(scope="package", autouse=True)
 def compiled_programs(tmp_path_factory):
     yield from share_compiled_programs(tmp_path_factory.getbasetemp() / "compiled")
+
+
+@pytest.fixture(autouse=True)
+def train_steps(monkeypatch):
+    """For single tests; fixtures of a wider scope trace and compile as users do."""
+    reuse_train_steps(monkeypatch)
 
 
 @pytest.fixture(scope="package")

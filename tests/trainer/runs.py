@@ -19,6 +19,7 @@ from jaxpar.checkpoint.paths import leaves_by_path, nested, path_string
 from jaxpar.checkpoint.store import Store
 from jaxpar.config import Config
 from jaxpar.data.synthetic import SyntheticRows
+from jaxpar.program import Program
 from jaxpar.trainer import Outcome, Trainer
 from tests.parity.harness import parity_config
 
@@ -111,6 +112,35 @@ def poison(monkeypatch: pytest.MonkeyPatch, records: set[int]) -> None:
         return row
 
     monkeypatch.setattr(SyntheticRows, "__getitem__", poisoned)
+
+
+class _Compiled:
+    """Stands in for ``jax.stages.Lowered`` where the program was compiled before."""
+
+    def __init__(self, program: jax.stages.Compiled):
+        self._program = program
+
+    def compile(self) -> jax.stages.Compiled:
+        return self._program
+
+
+_train_steps: dict[tuple, _Compiled] = {}
+
+
+def reuse_train_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces and compiles each training step once in all tests: most of what a tiny run costs."""
+    lower = Program.lower_train_step
+
+    def lower_once(self: Program) -> _Compiled:
+        config = self.config
+        unrelated = {"stop_at": None, "nonfinite": "stop", "max_skipped_steps": 0, "eval_every": 0, "eval_batches": 0}
+        train = dataclasses.replace(config.train, **unrelated)
+        key = (train, config.model, config.precision, config.optim, config.data.seq_len, self.mesh)
+        if key not in _train_steps:
+            _train_steps[key] = _Compiled(lower(self).compile())
+        return _train_steps[key]
+
+    monkeypatch.setattr(Program, "lower_train_step", lower_once)
 
 
 def share_compiled_programs(directory: Path) -> Iterator[Path]:
