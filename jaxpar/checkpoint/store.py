@@ -149,7 +149,13 @@ class Store:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Closes; an error that is already on its way keeps precedence, and a failed save is noted on it."""
+        """Closes; an error that is already on its way keeps precedence, and a failed save is noted on it.
+
+        A KeyboardInterrupt does not wait for the save in progress: its step stays incomplete, and is passed over later.
+        """
+        if kind is KeyboardInterrupt:
+            self._thread.shutdown(wait=False)
+            return
         try:
             self.close()
         except CheckpointError as failed:

@@ -249,7 +249,8 @@ class CheckpointConfig:
     """Number of newest checkpoints that are kept."""
     resume: str = "auto"
     """auto: from the run's newest checkpoint if there is one. never: a run directory with checkpoints is an error.
-    must: none is an error. Else the path of a checkpoints directory."""
+    must: none is an error. Else the path of a checkpoints directory, from which a run without checkpoints of its own
+    starts."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

@@ -6,6 +6,8 @@ import functools
 import re
 import resource
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -486,3 +488,19 @@ def test_names_of_directories_are_checked(tmp_path):
         Store("gs://bucket/run")
     with pytest.raises(ValueError, match="at least one"):
         Store(tmp_path, keep=0)
+
+
+def test_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
+    """The second Ctrl-C means now; the step that was being saved is passed over by the next run."""
+    release = threading.Event()
+    monkeypatch.setattr(Store, "_finish", lambda *_: release.wait(60))
+    store = Store(tmp_path)
+    started = time.monotonic()
+    try:
+        store.save(1, {"params": {"w": jnp.ones(4)}}, {})
+        with pytest.raises(KeyboardInterrupt), store:
+            raise KeyboardInterrupt
+        assert time.monotonic() - started < 30
+        assert store.latest() is None
+    finally:
+        release.set()

@@ -126,7 +126,9 @@ def test_every_array_is_sharded_exactly_or_refused(mesh, dims):
     assert [part * way for part, way in zip(local, ways, strict=True)] == list(shape)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8, "tensr": 2}, {"fsdp": -2, "tensor": -4}, {"fsdp": -1}, {"fsdp": 0}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 8, "tensr": 2}, {"fsdp": -2, "tensor": -4}, {"fsdp": -1}, {"fsdp": 0}], ids=str
+)
 def test_a_mesh_with_a_wrong_axis_or_size_is_refused_by_name(sizes):
     with pytest.raises(ValueError, match=next(axis for axis, size in sizes.items() if axis == "tensr" or size < 1)):
         make_mesh(sizes)
