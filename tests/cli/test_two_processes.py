@@ -67,7 +67,8 @@ def test_the_same_run_as_one_process_of_eight_devices(tmp_path):
     assert "step 4/4" in first.err
     assert json.loads(first.out)["step"] == 4
     assert second.out == ""
-    assert not [line for line in second.err.splitlines() if not line.startswith("[Gloo]")]
+    # Several native threads tell of their connections at once, so that line ends can come together.
+    assert not [line for line in second.err.splitlines() if line and not line.startswith("[Gloo]")]
 
     alone = run(tmp_path / "alone", train={"stop_at": 4})
     rows = rows_of(tmp_path / "run" / "metrics.jsonl")
