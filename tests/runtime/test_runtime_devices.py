@@ -77,10 +77,18 @@ def test_a_failed_process_of_several_goes_at_once_and_a_process_alone_returns(mo
     monkeypatch.setattr(start.os, "_exit", leave)
     start.stop(success=False, exit_code=9)
     start.stop(success=True)
+    told = {}
+
+    class Client:
+        def key_value_set(self, key, value, *, allow_overwrite):
+            told[key] = value
+
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(start.distributed.global_state, "client", Client())
     with pytest.raises(Gone) as gone:
         start.stop(success=False, exit_code=9)
     assert gone.value.args == (9,)
+    assert list(told.values()) == ["0"], "the other processes were not told"
 
 
 @pytest.mark.parametrize(
