@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -119,6 +118,8 @@ def stop(*, success: bool, exit_code: int = 1) -> None:
         sys.stderr.write(f"error: another process of this run has failed: {error}\n")
         _leave(exit_code)
     atexit.unregister(_leave_unannounced)
+    _leaving.set()
+    _watcher.join()
     jax.distributed.shutdown()
 
 
@@ -186,7 +187,7 @@ def _join(runtime: RuntimeConfig, say: Say) -> None:
         # Under SLURM, JAX would otherwise guess one device per process and leave the other GPUs idle.
         cluster_detection_method="deactivate",
     )
-    threading.Thread(target=_end_when_another_fails, name="jaxpar-failures", daemon=True).start()
+    _watcher.start()
     # Runs before JAX's own exit handler (last in, first out).
     atexit.register(_leave_unannounced, runtime.process_id, runtime.num_processes)
 
@@ -218,16 +219,21 @@ def _end_when_another_fails() -> None:
     the others wait for them. JAX's heartbeat would end the process after 100 s, with SIGABRT.
     """
     client = distributed.global_state.client
-    while True:
+    # Asks instead of waiting in native code: a thread that is there when Python ends aborts the process.
+    while not _leaving.wait(1):
         try:
-            failed = client.blocking_key_value_get(_FAILED, 10_000)
-            break
+            failed = client.key_value_try_get(_FAILED)
         except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                return  # the run has ended
-    time.sleep(_GRACE_S)
-    os.write(2, f"error: process {failed} of this run has failed; its own output says why\n".encode())
-    os._exit(1)
+            if "NOT_FOUND" in str(error):
+                continue
+            return  # the service is gone, and with it the run
+        if not _leaving.wait(_GRACE_S):
+            os.write(2, f"error: process {failed} of this run has failed; its own output says why\n".encode())
+            os._exit(1)
+
+
+_leaving = threading.Event()
+_watcher = threading.Thread(target=_end_when_another_fails, name="jaxpar-failures", daemon=True)
 
 
 def _leave(exit_code: int) -> NoReturn:
