@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -109,7 +110,11 @@ def stop(*, success: bool, exit_code: int = 1) -> None:
     if not jax.distributed.is_initialized():
         return
     if not success:
+        _leaving.set()
         _tell_of_failure()
+        if jax.process_index() == 0:
+            # The coordination service goes with this process, and JAX aborts those that still use it.
+            time.sleep(_GRACE_S + 2)
         _leave(exit_code)
     try:
         # JAX's own barrier would take 100 s to notice a process that has failed; a collective with it fails at once.

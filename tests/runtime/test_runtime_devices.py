@@ -78,6 +78,7 @@ def test_a_failed_process_of_several_goes_at_once_and_a_process_alone_returns(mo
     start.stop(success=False, exit_code=9)
     start.stop(success=True)
     told = {}
+    monkeypatch.setattr(start, "_leaving", threading.Event())
 
     class Client:
         def key_value_set(self, key, value, *, allow_overwrite):
