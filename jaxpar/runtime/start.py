@@ -104,8 +104,9 @@ def stop(*, success: bool, exit_code: int = 1) -> None:
     """Takes leave of the other processes; returns at once in a run of one process.
 
     After success all processes leave together, because JAX aborts those that are still working when process 0 goes.
-    After a failure this process ends at once with ``exit_code`` and does not return: JAX's own exit would wait up to
-    five minutes for peers that are stuck in a collective with us. It tells them first, and they end within seconds.
+    After a failure this process ends with ``exit_code`` and does not return: JAX's own exit would wait up to five
+    minutes for peers that are stuck in a collective with us. It tells them first, and they end within seconds; process 0
+    leaves after them.
     """
     if not jax.distributed.is_initialized():
         return
