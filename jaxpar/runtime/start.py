@@ -105,8 +105,8 @@ def stop(*, success: bool, exit_code: int = 1) -> None:
 
     After success all processes leave together, because JAX aborts those that are still working when process 0 goes.
     After a failure this process ends with ``exit_code`` and does not return: JAX's own exit would wait up to five
-    minutes for peers that are stuck in a collective with us. It tells them first, and they end within seconds; process 0
-    leaves after them.
+    minutes for peers that are stuck in a collective with us. It tells them first, and they end within seconds;
+    process 0 leaves after them.
     """
     if not jax.distributed.is_initialized():
         return
