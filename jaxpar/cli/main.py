@@ -32,7 +32,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     except Exception as error:
-        if type(error).__name__ not in ("RunFailed", "StartError", "CheckpointError"):
+        if type(error).__name__ not in ("RunFailed", "StartError", "CheckpointError", "DamagedCheckpointError"):
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILED)
