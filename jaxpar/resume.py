@@ -106,10 +106,8 @@ def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str,
     """Shapes on disk of the leaves whose vocabulary is padded in memory: parameters, and moments that mirror them."""
     vocab_size = program.config.model.vocab_size
     vocab_dims = {
-        path: [dim for dim, axis in enumerate(axes.axes) if axis == "vocab"]
-        for path, axes in leaves_by_path(
-            jax.tree.map(_Axes, program.definition.logical_axes, is_leaf=_is_axes), "params"
-        ).items()
+        path: [dim for dim, axis in enumerate(axes) if axis == "vocab"]
+        for path, axes in program.definition.axes_by_path.items()
     }
     shapes = {}
     for section, tree in sections.items():
@@ -119,17 +117,6 @@ def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str,
                 shape = tuple(vocab_size if dim in dims else size for dim, size in enumerate(leaf.shape))
                 shapes[path_string(section, path)] = shape
     return shapes
-
-
-class _Axes:
-    """A tuple of logical axes as one leaf of a pytree."""
-
-    def __init__(self, axes: tuple[str, ...]):
-        self.axes = axes
-
-
-def _is_axes(value: object) -> bool:
-    return isinstance(value, tuple)
 
 
 def save(

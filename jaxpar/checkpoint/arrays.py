@@ -103,7 +103,7 @@ class StepArrays:
 
     def _open_tree(self, tree: Path) -> None:
         section = tree.relative_to(self.directory).as_posix()
-        prefix = "" if section == "." else f"{section}/"
+        prefix = [] if section == "." else [section]
         try:
             metadata = json.loads((tree / TREE_FILE).read_text())
             leaves = [
@@ -115,7 +115,7 @@ class StepArrays:
         shardings = _saved_shardings(tree)
         opening = {}
         for keys, value in leaves:
-            name = prefix + "/".join(keys)
+            name = "/".join([*prefix, *keys])
             if value.get("skip_deserialize") or value.get("value_type") in ("None", "string", "str"):
                 self.skipped[name] = str(value.get("value_type"))
                 continue

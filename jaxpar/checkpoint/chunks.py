@@ -78,6 +78,38 @@ def slab_shape(shape: Sequence[int], chunk: Sequence[int], itemsize: int, max_by
     return tuple(slab)
 
 
+def copy_slab(
+    shape: Sequence[int], source: Sequence[int], target: Sequence[int], itemsize: int, max_bytes: int
+) -> tuple[int, ...]:
+    """Shape of the slabs of a copy from one chunking to another: whole chunks of the target.
+
+    Where they fit, whole chunks of the source too, so that none is read twice.
+    """
+    both = [-(max(a, b) // -b) * b for a, b in zip(source, target, strict=True)]
+    if math.prod(min(a, b) for a, b in zip(both, shape, strict=True)) * itemsize <= max_bytes:
+        return slab_shape(shape, both, itemsize, max_bytes)
+    return slab_shape(shape, target, itemsize, max_bytes)
+
+
+def grid_amplification(
+    shape: Sequence[int], shard: Sequence[int], chunk: Sequence[int], itemsize: int
+) -> tuple[int, int]:
+    """(bytes needed, bytes fetched) by readers of all shards of an array, each fetching whole chunks.
+
+    Args:
+        shape: Of the array on disk.
+        shard: Of one shard; shards tile the array, the last ones may reach beyond it.
+        chunk: Of one chunk.
+        itemsize: Bytes of an element.
+    """
+    needed = fetched = itemsize
+    for size, part, step in zip(shape, shard, chunk, strict=True):
+        shards = [((start, min(start + part, size)),) for start in range(0, size, max(1, part))]
+        needed *= sum(stop - start for ((start, stop),) in shards)
+        fetched *= sum(touched_bytes(shard_box, (size,), (step,), 1) for shard_box in shards)
+    return needed, fetched
+
+
 def boxes(shape: Sequence[int], slab: Sequence[int]) -> Iterator[Box]:
     """The boxes of a grid with that spacing, in row-major order; the last ones of a dim may be smaller."""
     ranges = [

@@ -5,6 +5,10 @@ class CheckpointError(ValueError):
     """Says which checkpoint, what is wrong with it and what to do; the message is meant for the user."""
 
 
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint, or no such step, where one was looked for."""
+
+
 class DamagedCheckpointError(CheckpointError):
     """What is on disk is not what was written: files missing, cut short or changed. An older step may be whole.
 

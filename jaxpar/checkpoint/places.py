@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from jaxpar.checkpoint import commit
-from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.checkpoint.errors import DamagedCheckpointError, NoCheckpointError
 
 CHECKPOINTS = "checkpoints"
 """Directory of the checkpoints inside a run directory."""
@@ -29,11 +29,12 @@ def choose_step(path: str | os.PathLike[str], step: int | None = None) -> tuple[
     """Directory and number of a complete step: the one asked for, the one that the path names, or the newest.
 
     Raises:
-        CheckpointError: There is none, or not that one; says which there are.
+        NoCheckpointError: There is none, or not that one; says which there are.
+        DamagedCheckpointError: What is there is not complete.
     """
     directory, named = locate(path)
     if step is not None and named is not None and step != named:
-        raise CheckpointError(f"{path} is step {named}, but step {step} is asked for")
+        raise NoCheckpointError(f"{path} is step {named}, but step {step} is asked for")
     wanted = named if step is None else step
     complete, skipped = commit.scan(directory)
     why = dict(skipped)
@@ -41,7 +42,9 @@ def choose_step(path: str | os.PathLike[str], step: int | None = None) -> tuple[
     if wanted is None and not complete:
         reasons = "".join(f"; step {number}: {reason}" for number, reason in skipped)
         what = "has no complete checkpoint" if directory.is_dir() else "does not exist"
-        raise CheckpointError(f"{directory} {what}{reasons}")
+        kind = DamagedCheckpointError if skipped else NoCheckpointError
+        raise kind(f"{directory} {what}{reasons}")
     if wanted is not None and wanted not in complete:
-        raise CheckpointError(f"step {wanted} of {directory}: {why.get(wanted, 'it does not exist')}; {there}")
+        kind = DamagedCheckpointError if wanted in why else NoCheckpointError
+        raise kind(f"step {wanted} of {directory}: {why.get(wanted, 'it does not exist')}; {there}")
     return directory, complete[-1] if wanted is None else wanted

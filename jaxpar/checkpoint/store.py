@@ -20,6 +20,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
@@ -385,6 +386,22 @@ def _with_dtype(leaf: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
 
 def _cast(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     return array if array.dtype == target.dtype else array.astype(target.dtype)
+
+
+def write_skeleton(directory: Path, num_dims: Mapping[str, int], metadata: Mapping[str, Any]) -> None:
+    """Writes a step whose every array has one element: all that Orbax puts around arrays, for others to fill.
+
+    Args:
+        directory: The step directory; must not exist.
+        num_dims: Number of dims of every array, by leaf name.
+        metadata: Custom metadata, with ``step`` and ``format_version`` in it.
+    """
+    sections: dict[str, dict[tuple[str, ...], np.ndarray]] = {}
+    for name, dims in num_dims.items():
+        section, *path = name.split("/")
+        sections.setdefault(section, {})[tuple(path)] = jnp.zeros((1,) * dims)
+    trees = {section: nested(leaves) for section, leaves in sections.items()}
+    ocp.save_checkpointables(directory, trees, custom_metadata=dict(metadata))
 
 
 def _saving_context() -> ocp.Context:
