@@ -19,14 +19,6 @@ from jaxpar.config import ConfigError
 from tests.trainer.runs import BATCH, BATCHES_PER_EPOCH, MESH, STEPS, column, copied, rows_of, run, tiny
 
 
-@pytest.fixture(scope="module")
-def every_third(tmp_path_factory, compiled_programs) -> Path:
-    """A run of nine steps with checkpoints 3, 6 and 9."""
-    directory = tmp_path_factory.mktemp("every_third") / "run"
-    run(directory, train={"stop_at": 9}, checkpoint={"every": 3})
-    return directory
-
-
 @pytest.fixture
 def stopped(every_third, tmp_path) -> Path:
     return copied(every_third, tmp_path / "stopped")
