@@ -7,9 +7,12 @@ sides, in one message.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
+
+_NO_NOTES: Mapping[str, str] = MappingProxyType({})
 
 
 class ArrayType(Protocol):
@@ -30,7 +33,12 @@ def array_type(leaf: ArrayType) -> str:
 
 
 def differences(
-    wanted: Mapping[str, ArrayType], stored: Mapping[str, ArrayType], *, limit: int | None = None, dtypes: bool = True
+    wanted: Mapping[str, ArrayType],
+    stored: Mapping[str, ArrayType],
+    *,
+    limit: int | None = None,
+    dtypes: bool = True,
+    notes: Mapping[str, str] = _NO_NOTES,
 ) -> list[str]:
     """One line per missing, unexpected, wrong-shape or wrong-dtype leaf.
 
@@ -39,13 +47,16 @@ def differences(
         stored: What the checkpoint holds, by name.
         limit: Lines per kind of difference; the rest is counted. None lists all.
         dtypes: Whether a different dtype is a difference.
+        notes: What to add to the line of a missing or wrong-shape leaf, by name.
     """
     both = [name for name in wanted if name in stored]
     kinds = {
-        "missing from the checkpoint": [f"{n}: {array_type(wanted[n])}" for n in wanted if n not in stored],
+        "missing from the checkpoint": [
+            f"{n}: {array_type(wanted[n])}{notes.get(n, '')}" for n in wanted if n not in stored
+        ],
         "unexpected in the checkpoint": [f"{n}: {array_type(stored[n])}" for n in stored if n not in wanted],
         "wrong shape": [
-            f"{n}: {array_type(stored[n])} in the checkpoint, {array_type(wanted[n])} expected"
+            f"{n}: {array_type(stored[n])} in the checkpoint, {array_type(wanted[n])} expected{notes.get(n, '')}"
             for n in both
             if tuple(stored[n].shape) != tuple(wanted[n].shape)
         ],

@@ -10,10 +10,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -21,9 +21,10 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxpar.checkpoint.boxes import Bounds, pieces
-from jaxpar.checkpoint.compare import differences
+from jaxpar.checkpoint.boxes import Bounds
 from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.checkpoint.matching import NO_SIZES, Matching, same_paths
+from jaxpar.checkpoint.tensors import TensorReader, fill_box
 from jaxpar.model.keymap import HARMLESS_TENSORS, ParamPath, TensorSource
 
 SINGLE_FILE = "model.safetensors"
@@ -45,9 +46,7 @@ _DTYPES = {
 }
 _CONVERTIBLE = tuple(_DTYPES[name] for name in ("F32", "F16", "BF16"))
 _LISTED = 20
-"""Lines per kind of difference in an error; a wrong config makes every layer differ."""
-
-_ALL_TRUE_SIZES: Mapping[str, int] = MappingProxyType({})
+"""Names listed in an error."""
 
 
 class TensorDirectory:
@@ -115,24 +114,26 @@ class TensorDirectory:
 
 
 def read_tensors(
-    directory: str | Path | TensorDirectory,
+    tensors: str | os.PathLike[str] | TensorReader,
     plan: Mapping[ParamPath, TensorSource],
     targets: Mapping[ParamPath, jax.ShapeDtypeStruct],
     *,
-    unpadded: Mapping[str, int] = _ALL_TRUE_SIZES,
+    unpadded: Mapping[str, int] = NO_SIZES,
+    sizes: Mapping[str, int] = NO_SIZES,
     dtype: Any = None,
     ignored: Collection[str] = HARMLESS_TENSORS,
 ) -> dict[ParamPath, jax.Array]:
-    """Reads the parameters of a Hugging Face checkpoint onto their target shardings.
+    """Reads parameters onto their target shardings, from a Hugging Face checkpoint or any tensors by name.
 
     Bytes read are those of the distinct shards that this process's devices hold, no more.
 
     Args:
-        directory: The checkpoint's directory, or an open ``TensorDirectory``.
+        tensors: The directory of a Hugging Face checkpoint, or an open reader.
         plan: Where each parameter comes from.
         targets: Shape, dtype and sharding of each parameter; the same paths as ``plan``.
         unpadded: True size by dim name (``{"vocab": 50257}``) of dims that the targets have padded; what lies beyond
             is zero.
+        sizes: Sizes by factor name that the shapes do not tell.
         dtype: Converts every parameter (float32, float16 or bfloat16) to this dtype, which the targets must have.
             None: stored and target dtype must be equal.
         ignored: Patterns (full match) of tensor names that may be in the checkpoint without being read.
@@ -143,20 +144,29 @@ def read_tensors(
     Raises:
         CheckpointError: One message with every missing, unexpected, wrong-shape and wrong-dtype tensor, before any is
             read; or a file cannot be read.
-        ValueError: Plan and targets do not belong together.
+        ValueError: A target does not fit its rule, has no sharding or another dtype than asked for.
     """
-    sizes = {path: _true_sizes(path, plan, targets, unpadded, dtype) for path in _same_paths(plan, targets)}
+    same_paths(plan, targets)
+    shapes = {path: _true_shape(path, plan[path], targets[path], unpadded, dtype) for path in plan}
     with contextlib.ExitStack() as stack:
-        tensors = (
-            directory if isinstance(directory, TensorDirectory) else stack.enter_context(TensorDirectory(directory))
+        if isinstance(tensors, str | os.PathLike):
+            tensors = stack.enter_context(TensorDirectory(tensors))
+        matching = Matching(
+            tensors.types,
+            plan,
+            shapes=shapes,
+            given=sizes,
+            dtypes={path: target.dtype for path, target in targets.items()},
+            ignored=ignored,
         )
-        expected = {
-            name: jax.ShapeDtypeStruct(source.source_shape(sizes[path]), targets[path].dtype)
-            for path, source in plan.items()
-            for _, name in source.names(sizes[path])
-        }
-        _refuse_misfits(tensors, expected, ignored, converts=dtype is not None)
-        return {path: _read_parameter(tensors, plan[path], targets[path], sizes[path]) for path in plan}
+        origin = str(tensors.directory) if isinstance(tensors, TensorDirectory) else "the checkpoint"
+        unconvertible = [
+            f"cannot be converted: {name}: {tensors.types[name].dtype}"
+            for name in matching.expected
+            if dtype is not None and name in tensors.types and tensors.types[name].dtype not in _CONVERTIBLE
+        ]
+        matching.refuse_misfits(origin, dtypes=dtype is None, more=unconvertible)
+        return {path: _read_parameter(tensors, plan[path], targets[path], matching.sizes[path]) for path in plan}
 
 
 def _files_of(directory: Path) -> dict[str, list[str] | None]:
@@ -192,61 +202,26 @@ def _pointer_remedy(path: Path) -> str:
     return "\n-> copy or download it again"
 
 
-def _same_paths(plan: Mapping[ParamPath, Any], targets: Mapping[ParamPath, Any]) -> Iterator[ParamPath]:
-    if plan.keys() != targets.keys():
-        raise ValueError(
-            "the key map and the parameters differ; only in the key map: "
-            f"{sorted(plan.keys() - targets.keys())}, only in the parameters: {sorted(targets.keys() - plan.keys())}"
-        )
-    return iter(plan)
-
-
-def _true_sizes(
-    path: ParamPath,
-    plan: Mapping[ParamPath, TensorSource],
-    targets: Mapping[ParamPath, jax.ShapeDtypeStruct],
-    unpadded: Mapping[str, int],
-    dtype: Any,
-) -> dict[str, int]:
-    """Size of each dim as the checkpoint has it, after checking the target against its rule."""
-    name, dims, target = "/".join(path), plan[path].dims, targets[path]
-    if len(dims) != len(target.shape):
-        raise ValueError(f"parameter {name} has shape {target.shape}, but its key map has the dims {dims}")
+def _true_shape(
+    path: ParamPath, source: TensorSource, target: jax.ShapeDtypeStruct, unpadded: Mapping[str, int], dtype: Any
+) -> tuple[int, ...]:
+    """Shape of a parameter as the checkpoint has it, after checking the target against its rule."""
+    name = "/".join(path)
+    if len(source.target_dims) != len(target.shape):
+        raise ValueError(f"parameter {name} has shape {target.shape}, but its key map has the dims {source.dims}")
     if target.sharding is None:
         raise ValueError(f"parameter {name}: the target has no sharding")
     if dtype is not None and np.dtype(dtype) != np.dtype(target.dtype):
         raise ValueError(f"parameter {name} is {target.dtype}, but dtype = {np.dtype(dtype)} is asked for")
-    sizes = {dim: unpadded.get(dim, size) for dim, size in zip(dims, target.shape, strict=True)}
-    if too_big := [dim for dim, size in zip(dims, target.shape, strict=True) if sizes[dim] > size]:
+    padded = list(zip(source.target_dims, target.shape, strict=True))
+    true = tuple(unpadded.get(factors[0], size) if len(factors) == 1 else size for factors, size in padded)
+    if too_big := [factors[0] for (factors, size), true_size in zip(padded, true, strict=True) if true_size > size]:
         raise ValueError(f"parameter {name} has shape {target.shape}, smaller than the true size of {too_big}")
-    return sizes
-
-
-def _refuse_misfits(
-    tensors: TensorDirectory, expected: Mapping[str, jax.ShapeDtypeStruct], ignored: Collection[str], *, converts: bool
-) -> None:
-    """Raises one error with everything that keeps the stored tensors from being the expected ones."""
-    harmless = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
-    stored = {name: t for name, t in tensors.types.items() if name in expected or not harmless.fullmatch(name)}
-    problems = differences(expected, stored, limit=_LISTED, dtypes=not converts)
-    problems += [
-        f"cannot be converted: {name}: {stored[name].dtype}"
-        for name in expected
-        if converts and name in stored and stored[name].dtype not in _CONVERTIBLE
-    ]
-    if problems:
-        remedy = "check that the model config is the one of this checkpoint"
-        if any(problem.startswith("wrong dtype") for problem in problems):
-            remedy += ", or ask for a conversion with dtype="
-        raise CheckpointError(
-            f"{tensors.directory} does not fit this model; nothing was read:\n  "
-            + "\n  ".join(problems)
-            + f"\n-> {remedy}"
-        )
+    return true
 
 
 def _read_parameter(
-    tensors: TensorDirectory, source: TensorSource, target: jax.ShapeDtypeStruct, sizes: Mapping[str, int]
+    tensors: TensorReader, source: TensorSource, target: jax.ShapeDtypeStruct, sizes: Mapping[str, int]
 ) -> jax.Array:
     """One parameter, each distinct shard read once however many devices hold it."""
     shards: dict[tuple[Bounds, ...], np.ndarray] = {}
@@ -255,9 +230,7 @@ def _read_parameter(
         box = tuple(s.indices(size)[:2] for s, size in zip(index, target.shape, strict=True))
         if box not in shards:
             shards[box] = np.zeros([stop - start for start, stop in box], target.dtype)
-            for piece in pieces(source, box, sizes):
-                values = tensors.read(piece.name, piece.index).reshape(piece.shape).transpose(piece.order)
-                shards[box][piece.where] = values.astype(target.dtype, copy=False)
+            fill_box(tensors, source, box, sizes, shards[box])
         return shards[box]
 
     return jax.make_array_from_callback(target.shape, target.sharding, shard, dtype=target.dtype)

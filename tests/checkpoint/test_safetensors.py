@@ -216,10 +216,10 @@ def test_pieces_hold_every_element_of_a_box_once_and_nothing_else(case):
         tensors[name] = part.transpose([unstacked.index(dim) for dim in merged]).reshape(source.source_shape(sizes))
     got = np.zeros([stop - start for start, stop in box], int)
     elements = 0
-    for piece in pieces(source, box, sizes):
-        values = tensors[piece.name][piece.index]
+    for name, piece in pieces(source, box, sizes):
+        values = tensors[name][piece.index]
         elements += values.size
-        got[piece.where] = values.reshape(piece.shape).transpose(piece.order)
+        piece.put(got, values)
     padded = np.pad(full, [(0, 2)] * full.ndim)
     assert np.array_equal(got, padded[tuple(slice(*bounds) for bounds in box)])
     assert elements == np.count_nonzero(got)
