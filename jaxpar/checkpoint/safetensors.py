@@ -30,7 +30,7 @@ from jaxpar.model.keymap import HARMLESS_TENSORS, ParamPath, TensorSource
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_DTYPES = {
+DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -44,7 +44,8 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-_CONVERTIBLE = tuple(_DTYPES[name] for name in ("F32", "F16", "BF16"))
+"""Element types by their name in a file's header."""
+_CONVERTIBLE = tuple(DTYPES[name] for name in ("F32", "F16", "BF16"))
 _LISTED = 20
 """Names listed in an error."""
 
@@ -104,13 +105,13 @@ class TensorDirectory:
             raise CheckpointError(f"{path} lacks tensors that {INDEX_FILE} has in it: {_short_list(absent)}")
         for name in held if names is None else names:
             tensor = file.get_slice(name)
-            if tensor.get_dtype() not in _DTYPES:
+            if tensor.get_dtype() not in DTYPES:
                 raise CheckpointError(
                     f"tensor {name} of {path} has dtype {tensor.get_dtype()}, which is not supported; supported: "
-                    f"{', '.join(_DTYPES)}"
+                    f"{', '.join(DTYPES)}"
                 )
             self._slices[name] = tensor
-            self.types[name] = jax.ShapeDtypeStruct(tuple(tensor.get_shape()), _DTYPES[tensor.get_dtype()])
+            self.types[name] = jax.ShapeDtypeStruct(tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
 
 
 def read_tensors(
