@@ -19,6 +19,9 @@ from jaxpar.model.keymap import TensorSource, product
 Bounds = tuple[int, int]
 """Start and stop of a range of indices."""
 
+_TILE = 256
+"""Elements per side of the tiles of a transposing copy: a tile of float32 fits in a core's cache."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -40,8 +43,8 @@ class Piece:
     def put(self, box: np.ndarray, values: np.ndarray) -> None:
         """Copies ``values``, which is ``array[index]``, to its place, converting to the dtype of ``box``."""
         # Taking a dim apart never needs a copy, so this is a view; "..." keeps it one for an array without dims.
-        place = box[(*self.where, ...)].reshape(self.parts)
-        place[self.inner] = values.reshape(self.shape).transpose(self.order)
+        place = box[(*self.where, ...)].reshape(self.parts)[(*self.inner, ...)]
+        _copy(values.reshape(self.shape).transpose(self.order), place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +167,32 @@ def _pieces(
             parts=parts,
             inner=tuple(_place(factor, block.held[factor][0], got, fixed) for factor in wanted_factors),
         )
+
+
+def _copy(values: np.ndarray, place: np.ndarray) -> None:
+    """``place[...] = values``; in tiles when transposing, where numpy would fetch a cache line for every element."""
+    read, written = _fastest_dim(values), _fastest_dim(place)
+    if read == written or values.size <= _TILE**2:
+        place[...] = values
+        return
+    tile = [slice(None)] * values.ndim
+    for rows, columns in itertools.product(_tiles(values.shape[read]), _tiles(values.shape[written])):
+        tile[read], tile[written] = rows, columns
+        place[tuple(tile)] = values[tuple(tile)]
+
+
+def _fastest_dim(array: np.ndarray) -> int:
+    """The dim whose neighbours lie closest in memory; -1 when no dim has any."""
+    strides = [
+        (abs(stride), dim)
+        for dim, (size, stride) in enumerate(zip(array.shape, array.strides, strict=True))
+        if size > 1
+    ]
+    return min(strides, default=(0, -1))[1]
+
+
+def _tiles(size: int) -> list[slice]:
+    return [slice(start, start + _TILE) for start in range(0, size, _TILE)]
 
 
 def _place(factor: str, origin: int, got: Mapping[str, Bounds], fixed: Mapping[str, int]) -> int | slice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -65,11 +65,14 @@ class Matching:
         _, name = next(self._plan[path].names(self.sizes[path]))
         return np.dtype(self._expected[name].dtype)
 
-    def refuse_misfits(self, origin: str, *, dtypes: bool = True, more: Sequence[str] = ()) -> None:
+    def refuse_misfits(
+        self, origin: str, *, on_wrong_dtype: str, dtypes: bool = True, more: Sequence[str] = ()
+    ) -> None:
         """Raises one error with everything that keeps the checkpoint from being read.
 
         Args:
             origin: What the checkpoint is called in the message.
+            on_wrong_dtype: What to add to the remedy when a dtype differs.
             dtypes: Whether a different dtype is a problem.
             more: Problems that the caller found.
 
@@ -90,7 +93,7 @@ class Matching:
         if problems:
             remedy = "check that the model config and the key map are the ones of this checkpoint"
             if any(problem.startswith("wrong dtype") for problem in problems):
-                remedy += ", or ask for a conversion with dtype="
+                remedy += f", {on_wrong_dtype}"
             raise CheckpointError(
                 f"{origin} does not fit this model; nothing was read:\n  " + "\n  ".join(problems) + f"\n-> {remedy}"
             )
@@ -161,8 +164,8 @@ class Matching:
             covered = coverage(readers, self._types[name].shape)
             if covered.unread:
                 lines.append(
-                    f"read in part: {name}: {covered.unread} of {covered.total} elements belong to no parameter; read "
-                    f"by {self._reader_text(name)}"
+                    f"read in part: {name}: {covered.unread} of {covered.total} elements belong to no parameter (read "
+                    f"by {self._reader_text(name)}); list it as ignored if they are not wanted"
                 )
         return lines
 
@@ -174,9 +177,13 @@ def same_paths(plan: Mapping[ParamPath, Any], shapes: Mapping[ParamPath, Any]) -
     """Raises CheckpointError unless a key map has exactly the model's parameters; names those that differ."""
     if plan.keys() != shapes.keys():
         raise CheckpointError(
-            "the key map and the parameters differ; only in the key map: "
-            f"{sorted(plan.keys() - shapes.keys())}, only in the parameters: {sorted(shapes.keys() - plan.keys())}"
+            "the key map and the model have different parameters; only in the key map: "
+            f"{_paths(plan.keys() - shapes.keys())}; only in the model: {_paths(shapes.keys() - plan.keys())}"
         )
+
+
+def _paths(paths: Iterable[ParamPath]) -> str:
+    return ", ".join(sorted("/".join(path) for path in paths)) or "none"
 
 
 def _cut(lines: Sequence[str]) -> list[str]:

@@ -166,7 +166,9 @@ def read_tensors(
             for name in matching.expected
             if dtype is not None and name in tensors.types and tensors.types[name].dtype not in _CONVERTIBLE
         ]
-        matching.refuse_misfits(origin, dtypes=dtype is None, more=unconvertible)
+        matching.refuse_misfits(
+            origin, dtypes=dtype is None, more=unconvertible, on_wrong_dtype="or ask for a conversion with dtype="
+        )
         return {path: _read_parameter(tensors, plan[path], targets[path], matching.sizes[path]) for path in plan}
 
 

@@ -69,7 +69,7 @@ class MappedTensors:
                 ``shapes`` have different parameters.
         """
         matching = Matching(reader.types, plan, shapes=shapes, given=sizes, ignored=ignored)
-        matching.refuse_misfits(origin)
+        matching.refuse_misfits(origin, on_wrong_dtype="the tensors of one parameter must have one dtype")
         self._reader = reader
         self._sources = {param_name(path, prefix): (source, matching.sizes[path]) for path, source in plan.items()}
         self.types: dict[str, jax.ShapeDtypeStruct] = {
@@ -166,25 +166,37 @@ class _Group:
                 raise self._misfit(path, params[path], f"the shapes do not tell the size of {', '.join(unknown)}")
             if any(not size for name, size in self.sizes[path].items() if name.startswith("_")):
                 raise self._misfit(path, params[path], "no parameter fills the part that '_' skips")
-        shapes = {path: sources[path].source_shape(self.sizes[path]) for path in sources}
-        dtypes = {path: np.dtype(params[path].dtype) for path in sources}
-        first = next(iter(sources))
-        for path in sources:
-            if shapes[path] != shapes[first] or dtypes[path] != dtypes[first]:
-                theirs = f"{dtypes[first]} {list(shapes[first])}, {'/'.join(path)} {dtypes[path]} {list(shapes[path])}"
-                raise self._misfit(path, params[path], f"{'/'.join(first)} makes the tensor {theirs}")
-        self.type = jax.ShapeDtypeStruct(shapes[first], dtypes[first])
+        self.type = self._agreed_type(params)
         covered = coverage([(sources[path], self.sizes[path]) for path in sources], self.type.shape)
         if covered.unread or covered.shared:
             raise CheckpointError(
-                f"{sources[first].name} {list(self.type.shape)} is not put together by {self._names()}: of "
-                f"{covered.total} elements {covered.unread} come from no parameter and {covered.shared} from several"
+                f"{next(iter(sources.values())).name} {list(self.type.shape)} is not put together by {self._names()}: "
+                f"of {covered.total} elements {covered.unread} come from no parameter and {covered.shared} from several"
             )
 
     def stacked_sizes(self) -> tuple[tuple[str, int], ...]:
         """Stacked dims and their sizes."""
-        path, source = next(iter(self.sources.items()))
-        return tuple((dim, self.sizes[path][dim]) for dim in source.stacked_dims)
+        return self._stacked(next(iter(self.sources)))
+
+    def _stacked(self, path: ParamPath) -> tuple[tuple[str, int], ...]:
+        return tuple((dim, self.sizes[path][dim]) for dim in self.sources[path].stacked_dims)
+
+    def _agreed_type(self, params: Mapping[ParamPath, ArrayType]) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of each tensor, in which all parameters must agree, as in the number of tensors."""
+        made = {
+            path: (self._stacked(path), source.source_shape(self.sizes[path]), np.dtype(params[path].dtype))
+            for path, source in self.sources.items()
+        }
+        first = next(iter(made))
+        for path, theirs in made.items():
+            if theirs != made[first]:
+                texts = [
+                    f"{'/'.join(p)} {dtype}{list(shape)}" + "".join(f" for {n} {dim}" for dim, n in stacked)
+                    for p, (stacked, shape, dtype) in ((first, made[first]), (path, theirs))
+                ]
+                raise self._misfit(path, params[path], f"{texts[0]}, but {texts[1]}")
+        _, shape, dtype = made[first]
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     def _solved(
         self, path: ParamPath, param: ArrayType, given: Mapping[str, int], shape: Sequence[int | None] | None = None
@@ -261,15 +273,15 @@ def bounds_of(index: Sequence[slice], leaf: ArrayType) -> tuple[Bounds, ...]:
     return box
 
 
-def row_slabs(leaf: ArrayType, max_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """A tensor cut along its first dim into boxes of at most ``max_bytes``, but at least one row each.
+def row_slabs(leaf: ArrayType, max_bytes: int) -> Iterator[tuple[int, tuple[slice, ...]]]:
+    """A tensor cut along its first dim: (first row, box) of at most ``max_bytes`` each, but at least one row.
 
-    Each is contiguous in a file. A tensor without dims is one box.
+    Each box is contiguous in a file. A tensor without dims is one box, at row 0.
     """
     if not leaf.shape:
-        yield ()
+        yield 0, ()
         return
     row_bytes = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
     rows = max(1, max_bytes // row_bytes) if row_bytes else max(1, leaf.shape[0])
     for start in range(0, leaf.shape[0], rows):
-        yield (slice(start, min(start + rows, leaf.shape[0])), *(slice(0, size) for size in leaf.shape[1:]))
+        yield start, (slice(start, min(start + rows, leaf.shape[0])), *(slice(0, size) for size in leaf.shape[1:]))

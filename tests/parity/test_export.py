@@ -1,0 +1,93 @@
+"""Export to Hugging Face against transformers' own files: the same bytes, a config.json that loads, the same logits."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar.checkpoint.safetensors import TensorDirectory
+from jaxpar.checkpoint.safetensors_writer import TensorFilesWriter
+from jaxpar.checkpoint.side_files import copy_side_files
+from jaxpar.checkpoint.tensors import ExportedTensors, MappedTensors, row_slabs
+from jaxpar.config import FAMILIES
+from jaxpar.config.huggingface import read_model_settings
+from jaxpar.config.huggingface_export import write_model_settings
+from jaxpar.config.schema import ModelConfig
+from jaxpar.model.keymap import decoder_ignored, decoder_keymap
+from tests.checkpoint.arrays import ArrayReader, whole
+from tests.parity.harness import DATA
+
+ORACLES = ("llama", "llama31", "qwen2", "qwen3")
+
+
+def model_and_keymap(name):
+    model = ModelConfig(**read_model_settings(DATA / "hf" / name))
+    family = FAMILIES[model.family]
+    return model, decoder_keymap(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, tied=model.tie_embeddings)
+
+
+def export(name, directory, *, dtype="float32", max_file_bytes=5 * 2**30, max_bytes=3000):
+    """Import into arrays, export slab by slab, converting on the way."""
+    model, keymap = model_and_keymap(name)
+    sizes = {"heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    with TensorDirectory(DATA / "hf" / name) as tensors:
+        mapped = MappedTensors(tensors, keymap, sizes=sizes, ignored=decoder_ignored(tied=model.tie_embeddings))
+        params = {name: whole(mapped, name) for name in mapped.types}
+    view = ExportedTensors(ArrayReader(params), keymap)
+    types = {tensor: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)) for tensor, leaf in view.types.items()}
+    with TensorFilesWriter(directory, types, max_file_bytes=max_file_bytes) as writer:
+        for tensor, leaf in view.types.items():
+            for row, box in row_slabs(leaf, max_bytes):
+                writer.write(tensor, row, view.read(tensor, box).astype(dtype, copy=False))
+        writer.finish()
+    original = json.loads((DATA / "hf" / name / "config.json").read_text())
+    config = write_model_settings(model, dtype, original=original)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    copy_side_files(DATA / "hf" / name, directory)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_an_exported_oracle_is_the_file_that_transformers_wrote(name, tmp_path):
+    export(name, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (DATA / "hf" / name / "model.safetensors").read_bytes()
+    assert read_model_settings(tmp_path) == read_model_settings(DATA / "hf" / name)
+    export(name, tmp_path / "several", max_file_bytes=100_000)
+    with TensorDirectory(DATA / "hf" / name) as theirs, TensorDirectory(tmp_path / "several") as ours:
+        assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+        assert ours.types == theirs.types
+        assert all(np.array_equal(whole(ours, tensor), whole(theirs, tensor)) for tensor in theirs.types)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2", *(pytest.param(n, marks=pytest.mark.proof) for n in ORACLES if n != "qwen2")]
+)
+def test_an_exported_oracle_has_its_logits(name, tmp_path):
+    export(name, tmp_path, max_file_bytes=100_000)
+    with np.load(DATA / "hf" / name / "expected.npz") as expected:
+        tokens, logits = expected["tokens"], expected["logits"]
+    np.testing.assert_allclose(np.asarray(jaxpar.from_hf(tmp_path)(tokens)), logits, atol=1e-4)
+
+
+def test_another_dtype(tmp_path):
+    export("llama31", tmp_path, dtype="bfloat16")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    with TensorDirectory(DATA / "hf" / "llama31") as theirs, TensorDirectory(tmp_path) as ours:
+        for tensor, leaf in ours.types.items():
+            assert leaf.dtype == jnp.bfloat16
+            assert np.array_equal(whole(ours, tensor), whole(theirs, tensor).astype(jnp.bfloat16))
+
+
+def test_tensors_of_a_layer_stand_together(tmp_path):
+    """So that a file holds whole layers, and a copier reads each layer of our arrays once."""
+    model, keymap = model_and_keymap("qwen2")
+    with TensorDirectory(DATA / "hf" / "qwen2") as tensors:
+        sizes = {"head_dim": model.head_dim}
+        mapped = MappedTensors(tensors, keymap, sizes=sizes, ignored=decoder_ignored(tied=False))
+        names = list(ExportedTensors(mapped, keymap).types)
+    layers = [name.split(".")[2] for name in names if ".layers." in name]
+    assert layers == sorted(layers)
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-2:] == ["model.norm.weight", "lm_head.weight"]
