@@ -94,6 +94,12 @@ def test_files_are_filled_as_transformers_fills_them(tmp_path):
         assert all(np.array_equal(whole(directory, name), tensor) for name, tensor in tensors.items())
 
 
+def test_a_tensor_of_exactly_the_limit_is_not_too_large():
+    types = {name: jax.ShapeDtypeStruct((size,), np.int8) for name, size in {"b": 4, "c": 10, "a": 4}.items()}
+    files = plan_files(types, max_file_bytes=10, metadata={})
+    assert [list(file.offsets) for file in files] == [["b"], ["c"], ["a"]]
+
+
 def test_tensors_begin_at_multiples_of_their_element():
     types = {f"{'x' * n}{name}": jax.ShapeDtypeStruct((3,), d) for n, (name, d) in enumerate(DTYPES.items())}
     for file in plan_files(types, max_file_bytes=20, metadata={"format": "pt"}):
@@ -120,6 +126,32 @@ def test_an_interrupted_export_goes_on(tmp_path):
         writer.finish()
     with TensorDirectory(tmp_path) as directory:
         assert all(np.array_equal(whole(directory, name), tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_hole_between_written_rows_is_not_complete(tmp_path):
+    with TensorFilesWriter(tmp_path, types_of(TENSORS)) as writer:
+        write_all(writer, {"b": TENSORS["b"], "c": TENSORS["c"]})
+        for row in (3, 0, 1):
+            writer.write("a", row, TENSORS["a"][row : row + 1])
+        with pytest.raises(CheckpointError, match=r"a float32\[4,3\]: has rows \[\(0, 2\), \(3, 4\)\]"):
+            writer.finish()
+    assert os.listdir(tmp_path) == ["model.safetensors.partial"]
+
+
+def test_a_write_that_the_system_cuts_short_goes_on(tmp_path, monkeypatch):
+    pwrite = os.pwrite
+    with TensorFilesWriter(tmp_path, types_of(TENSORS)) as writer:
+        monkeypatch.setattr(os, "pwrite", lambda descriptor, data, position: pwrite(descriptor, data[:7], position))
+        write_all(writer, TENSORS)
+        writer.finish()
+    assert (tmp_path / "model.safetensors").read_bytes() == save(TENSORS, {"format": "pt"})
+
+
+def test_an_index_beside_unfinished_files_is_not_ours(tmp_path):
+    with TensorFilesWriter(tmp_path, types_of(TENSORS), max_file_bytes=48):
+        (tmp_path / "model.safetensors.index.json").write_text("precious")
+    with pytest.raises(CheckpointError, match=r"index\.json exists already"):
+        TensorFilesWriter(tmp_path, types_of(TENSORS), max_file_bytes=48)
 
 
 @pytest.mark.parametrize("renamed", [0, 1, 2])

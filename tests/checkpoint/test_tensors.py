@@ -247,6 +247,18 @@ def test_fused_projections_of_unequal_width_both_ways():
             assert np.array_equal(exported.read(name, box), tensor[box])
 
 
+def test_a_length_that_sibling_rules_tell_differently_must_be_given():
+    rng = np.random.default_rng(0)
+    fused = rng.standard_normal((9, 2))
+    plan = {"a": TensorSource("t", "(n | _) c -> n c"), "b": TensorSource("t", "(2 | n | 4) c -> n c")}
+    plan["d"] = TensorSource("t", "(1*n | m) c -> m c")
+    shapes = {("a",): (2, 2), ("b",): (3, 2), ("d",): (4, 2)}
+    got = read_all({"t": fused}, plan, shapes=shapes)
+    assert np.array_equal(got["d"], fused[5:])
+    with pytest.raises(CheckpointError, match="do not tell the size of n, _"):
+        read_all({"t": fused}, plan | {"d": TensorSource("t", "(1*n | m | _) c -> m c")}, shapes=shapes, ignored=["t"])
+
+
 def test_halves_of_a_fused_mlp_and_a_padded_vocabulary():
     gate_up, table = np.random.default_rng(0).standard_normal((2, 12, 5)), np.arange(40.0).reshape(10, 4)
     plan = {
