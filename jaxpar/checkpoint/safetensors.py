@@ -1,8 +1,11 @@
 """Reads parameters from a Hugging Face directory: only the slices that this process's devices hold.
 
-A file is mapped into memory, and a slice copies its own bytes only. Row ranges of a tensor are contiguous in the file;
-a slice of an inner dim is read row by row, so the bytes copied are still exactly those needed, although the operating
-system fetches whole pages (4 KiB) around each piece.
+A slice copies its own bytes only. Row ranges of a tensor are contiguous in the file; a slice of an inner dim is read
+row by row, so the bytes copied are still exactly those needed, although the operating system fetches whole pages
+(4 KiB) around each piece.
+
+The part of a file that is being read is mapped into memory, not the file: pages of a mapping count as resident memory
+of the process, and a mapping that stays would grow to the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import math
+import mmap
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +51,9 @@ DTYPES = {
 }
 """Element types by their name in a file's header."""
 _CONVERTIBLE = tuple(DTYPES[name] for name in ("F32", "F16", "BF16"))
+_MAPPED_BYTES = 64 * 2**20
+"""Bytes of a file that are mapped at a time."""
+
 _LISTED = 20
 """Names listed in an error."""
 
@@ -68,7 +76,7 @@ class TensorDirectory:
         """Bytes of all slices read so far."""
         self.types: dict[str, jax.ShapeDtypeStruct] = {}
         """Shape and dtype by tensor name, in the order of the files."""
-        self._slices: dict[str, Any] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         self._files = contextlib.ExitStack()
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._files.close)
@@ -82,12 +90,24 @@ class TensorDirectory:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Closes the files."""
-        self._slices.clear()
+        self._places.clear()
         self._files.close()
 
     def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
         """One slice of a tensor, in its stored dtype; ``index`` has a start and a stop for every dim."""
-        values = self._slices[name][tuple(index)]
+        leaf, (descriptor, begin) = self.types[name], self._places[name]
+        values = np.empty([s.stop - s.start for s in index], leaf.dtype)
+        rows, inner = (index[0], tuple(index[1:])) if index else (slice(0, 1), ())
+        row_bytes = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
+        step = max(1, _MAPPED_BYTES // max(1, row_bytes))
+        for first in range(rows.start, rows.stop, step) if values.size else ():
+            last = min(first + step, rows.stop)
+            part = values.reshape(-1, *values.shape[1:])[first - rows.start : last - rows.start]
+            offset = begin + first * row_bytes
+            start = offset - offset % mmap.ALLOCATIONGRANULARITY
+            length = offset - start + (last - first) * row_bytes
+            with mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=start) as mapping:
+                _copy_rows(mapping, offset - start, leaf, inner, part)
         self.bytes_read += values.nbytes
         return values
 
@@ -95,23 +115,43 @@ class TensorDirectory:
         """Adds the tensors of one file; ``names`` are those that the index has in it, None means all."""
         path = self.directory / file_name
         try:
-            file = self._files.enter_context(safe_open(path, "numpy"))
+            with safe_open(path, "numpy") as file:
+                tensors = [(name, file.get_slice(name)) for name in list(file.keys())]
+                found = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in tensors}
+            descriptor = os.open(path, os.O_RDONLY)
+            self._files.callback(os.close, descriptor)
+            begins = _data_begins(descriptor)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{path} is not a readable safetensors file: {error}{_pointer_remedy(path)}"
             ) from error
-        held = file.keys()
-        if absent := sorted(set(names or ()) - set(held)):
+        if absent := sorted(set(names or ()) - set(found)):
             raise CheckpointError(f"{path} lacks tensors that {INDEX_FILE} has in it: {_short_list(absent)}")
-        for name in held if names is None else names:
-            tensor = file.get_slice(name)
-            if tensor.get_dtype() not in DTYPES:
+        for name in found if names is None else names:
+            dtype, shape = found[name]
+            if dtype not in DTYPES:
                 raise CheckpointError(
-                    f"tensor {name} of {path} has dtype {tensor.get_dtype()}, which is not supported; supported: "
-                    f"{', '.join(DTYPES)}"
+                    f"tensor {name} of {path} has dtype {dtype}, which is not supported; supported: {', '.join(DTYPES)}"
                 )
-            self._slices[name] = tensor
-            self.types[name] = jax.ShapeDtypeStruct(tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
+            self._places[name] = descriptor, begins[name]
+            self.types[name] = jax.ShapeDtypeStruct(shape, DTYPES[dtype])
+
+
+def _data_begins(descriptor: int) -> dict[str, int]:
+    """Position in the file of each tensor's first byte; the library has checked the header."""
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    header = json.loads(os.pread(descriptor, length, 8))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def _copy_rows(
+    mapping: mmap.mmap, offset: int, leaf: jax.ShapeDtypeStruct, inner: tuple[slice, ...], values: np.ndarray
+) -> None:
+    """Copies a part of every mapped row; no array over the mapping is left, so that it can be closed."""
+    shape = (len(values), *leaf.shape[1:])
+    stored = np.frombuffer(mapping, np.uint8, math.prod(shape) * leaf.dtype.itemsize, offset)
+    values[...] = stored.view(leaf.dtype).reshape(shape)[(slice(None), *inner)]
 
 
 def read_tensors(
