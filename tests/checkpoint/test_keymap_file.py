@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.checkpoint.keymap_file import read_keymap_file
-from jaxpar.checkpoint.tensors import ExportedTensors, MappedTensors
+from jaxpar.checkpoint.views import ExportedTensors, MappedTensors
 from jaxpar.config import ConfigError
 from jaxpar.model.keymap import TensorSource, decoder_keymap
 from tests.checkpoint.arrays import ArrayReader, whole

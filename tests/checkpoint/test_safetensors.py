@@ -24,7 +24,7 @@ from jaxpar.checkpoint.boxes import pieces
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.safetensors import TensorDirectory, read_tensors
 from jaxpar.checkpoint.safetensors_writer import TensorFilesWriter
-from jaxpar.checkpoint.tensors import row_slabs
+from jaxpar.checkpoint.views import row_slabs
 from jaxpar.model.keymap import TensorSource, decoder_ignored, decoder_keymap
 
 ORACLE = Path(__file__).parents[1] / "data" / "hf"

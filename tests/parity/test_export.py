@@ -11,7 +11,7 @@ import jaxpar
 from jaxpar.checkpoint.safetensors import TensorDirectory
 from jaxpar.checkpoint.safetensors_writer import TensorFilesWriter
 from jaxpar.checkpoint.side_files import copy_side_files
-from jaxpar.checkpoint.tensors import ExportedTensors, MappedTensors, row_slabs
+from jaxpar.checkpoint.views import ExportedTensors, MappedTensors, row_slabs
 from jaxpar.config import FAMILIES
 from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.huggingface_export import write_model_settings

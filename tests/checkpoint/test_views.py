@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.checkpoint.boxes import pieces
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.safetensors import read_tensors
-from jaxpar.checkpoint.tensors import ExportedTensors, MappedTensors, row_slabs
+from jaxpar.checkpoint.views import ExportedTensors, MappedTensors, row_slabs
 from jaxpar.model.keymap import TensorSource
 from tests.checkpoint.arrays import ArrayReader, whole
 
