@@ -32,6 +32,7 @@ ORDER = (
     "checkpoint",
     "hf",
     "resume",
+    "reshard",
     "runtime",
     "trainer",
     "experiments",

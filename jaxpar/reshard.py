@@ -1,0 +1,245 @@
+"""Rewrites a checkpoint for another mesh, or with parameters only, or in another float type; and says what that brings.
+
+Any mesh can restore any checkpoint. What resharding changes is how much is read for it: chunks are cut so that no
+device of the target mesh fetches what it does not need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh
+
+from jaxpar.checkpoint import commit
+from jaxpar.checkpoint.arrays import StepArrays, StoredArray
+from jaxpar.checkpoint.chunks import as_index, chunk_for_shards, grid_amplification, slab_shape
+from jaxpar.checkpoint.contents import FORMAT_VERSION
+from jaxpar.checkpoint.copying import Progress, copy_arrays, slab_bytes_within
+from jaxpar.checkpoint.describe import read_metadata
+from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from jaxpar.checkpoint.paths import leaves_by_path
+from jaxpar.checkpoint.places import choose_step
+from jaxpar.checkpoint.step_writer import NewArray, StepWriter, described_sharding
+from jaxpar.checkpoint.verify import verify_step
+from jaxpar.config.schema import AXES, ModelConfig, PrecisionConfig
+from jaxpar.model.decoder import Decoder
+from jaxpar.sharding import axes_of, spec_for
+from jaxpar.state import ModelDefinition
+
+FLOAT_TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+"""Types that leaves may be converted to."""
+
+_PROBE_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a leaf lies on a mesh."""
+
+    spec: tuple[Any, ...]
+    """Entry of the PartitionSpec per dim."""
+    shard: tuple[int, ...]
+    """Shape of a shard; the last ones may reach beyond the array on disk (padded vocabulary)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resharding:
+    """A copy that has been planned; nothing is written yet."""
+
+    source: Path
+    """Step directory that is read."""
+    step: int
+    metadata: Mapping[str, Any]
+    """Metadata of the new step."""
+    stored: Mapping[str, StoredArray]
+    """Arrays to copy, as they lie in the source."""
+    arrays: Mapping[str, NewArray]
+    """The same, as they will lie."""
+    before: Mapping[str, Placement]
+    """Placement on the mesh that saved them; empty if that is not known."""
+    after: Mapping[str, Placement]
+    """Placement on the target mesh; empty without one."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays to be written."""
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays.values())
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes of the arrays to be read."""
+        return sum(array.nbytes for array in self.stored.values())
+
+    def bytes_per_device(self, placements: Mapping[str, Placement]) -> int | None:
+        """Bytes of the new arrays on one device; None if the placement is not known."""
+        if not placements:
+            return None
+        return sum(math.prod(placements[name].shard) * array.dtype.itemsize for name, array in self.arrays.items())
+
+    def read_amplification(self, chunks: Mapping[str, Sequence[int]]) -> float | None:
+        """Bytes that the devices of the target mesh fetch, over those that they need; None without a target."""
+        if not self.after:
+            return None
+        needed = fetched = 0
+        for name, array in self.arrays.items():
+            ours = grid_amplification(array.shape, self.after[name].shard, chunks[name], array.dtype.itemsize)
+            needed, fetched = needed + ours[0], fetched + ours[1]
+        return fetched / max(1, needed)
+
+    def seconds(self) -> float:
+        """Rough time of the copy: everything is read, written, and read once more, at the speed of a small sample."""
+        arrays = StepArrays(self.source)
+        name = max(self.stored, key=lambda name: self.stored[name].nbytes)
+        stored = self.stored[name]
+        box = slab_shape(stored.shape, stored.read_chunk, stored.dtype.itemsize, _PROBE_BYTES)
+        started = time.perf_counter()
+        sample = arrays.read(name, as_index(tuple((0, size) for size in box)))
+        per_byte = (time.perf_counter() - started) / max(1, sample.nbytes)
+        return per_byte * (self.bytes_to_read + 2 * self.num_bytes)
+
+
+def plan_resharding(
+    source: str,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    params_only: bool = False,
+    dtype: str | None = None,
+    step: int | None = None,
+) -> Resharding:
+    """Looks at the source and decides how every array will lie. Reads no arrays.
+
+    Args:
+        source: A run, its checkpoints, or one step.
+        mesh: Sizes of the target mesh by axis; None cuts chunks for no mesh in particular.
+        params_only: Whether the optimizer state stays behind.
+        dtype: Float type that float leaves are converted to; None keeps theirs.
+        step: Step to copy; None takes the one that ``source`` names, or the newest.
+
+    Raises:
+        CheckpointError: There is no such complete step, or it does not say what model it holds.
+        ValueError: The mesh does not fit the model; names parameter, dim, size and axis.
+    """
+    directory, step = choose_step(source, step)
+    step_directory = directory / str(step)
+    metadata = read_metadata(step_directory)
+    arrays = StepArrays(step_directory)
+    if arrays.faults:
+        listed = "\n  ".join(f"{name}: {why}" for name, why in arrays.faults.items())
+        raise DamagedCheckpointError(f"step {step} of {directory} cannot be read:\n  {listed}")
+    stored = {name: a for name, a in arrays.types.items() if name.startswith("params/") or not params_only}
+    if not stored:
+        there = ", ".join(arrays.sections)
+        raise CheckpointError(f"step {step} of {directory} has no section params; sections: {there}")
+    saved_mesh = metadata.get("mesh")
+    before = placements(metadata, stored, saved_mesh, where=str(step_directory)) if saved_mesh else {}
+    after = placements(metadata, stored, mesh, where=str(step_directory)) if mesh is not None else {}
+    new = {}
+    for name, array in stored.items():
+        target = FLOAT_TYPES[dtype] if dtype and array.dtype in FLOAT_TYPES.values() else array.dtype
+        shard = after[name].shard if after else array.shape
+        chunk = chunk_for_shards(array.shape, shard, target.itemsize)
+        sharding = described_sharding(mesh, after[name].spec) if after else None
+        new[name] = NewArray(array.shape, target, chunk, sharding)
+    return Resharding(
+        source=step_directory,
+        step=step,
+        metadata=_new_metadata(metadata, step_directory, mesh, dtype, step),
+        stored=stored,
+        arrays=new,
+        before=before,
+        after=after,
+    )
+
+
+def reshard(
+    planned: Resharding, destination: str, *, max_memory: int, progress: Progress = lambda _: None, verify: bool = True
+) -> Path:
+    """Copies, verifies the copy against the source's checksums, and puts it in place; returns the new step directory.
+
+    Args:
+        planned: What to copy.
+        destination: Checkpoints directory of the copy; a step of that number must not be there.
+        max_memory: Bound on the resident memory of this process, bytes.
+        progress: Told bytes of the source as they are copied, then bytes of the copy as they are verified.
+        verify: Whether the finished copy is read once more.
+
+    Raises:
+        CheckpointError: The destination is taken or cannot be written, or the bound is too small.
+        DamagedCheckpointError: What was read is not what was saved, or the copy is not what was read.
+    """
+    mark = commit.read_commit_mark(planned.source)
+    slab_bytes = slab_bytes_within(max_memory)
+    identity = f"{planned.source} {mark.crcs if mark else ''} {mark.checksums if mark else ''}"
+    writer = StepWriter(Path(destination), planned.step, planned.arrays, planned.metadata, identity)
+    copy_arrays(
+        StepArrays(planned.source),
+        writer,
+        {name: name for name in planned.arrays},
+        mark.checksums if mark else {},
+        slab_bytes=slab_bytes,
+        progress=progress,
+    )
+    grown = writer.close()
+    if verify:
+        verdict = verify_step(grown, progress, slab_bytes=slab_bytes)
+        if verdict.faults:
+            listed = "\n  ".join(verdict.faults)
+            raise DamagedCheckpointError(f"the copy in {grown} is not what was read:\n  {listed}\n-> check the disk")
+    return writer.publish()
+
+
+def placements(
+    metadata: Mapping[str, Any], stored: Mapping[str, StoredArray], mesh: Mapping[str, int], *, where: str
+) -> dict[str, Placement]:
+    """How every leaf of a checkpoint lies on a mesh: parameters by their logical axes, the optimizer state like them.
+
+    Raises:
+        CheckpointError: The checkpoint does not say what model it holds.
+        ValueError: A dim that its axes do not divide.
+    """
+    config = metadata.get("config", {})
+    if "model" not in config:
+        raise CheckpointError(f"{where} does not say what model it holds, so a mesh means nothing to it")
+    abstract_mesh = AbstractMesh(tuple(mesh.get(axis, 1) for axis in AXES), AXES)
+    model, precision = ModelConfig(**config["model"]), PrecisionConfig(**config["precision"])
+
+    def make_decoder(rngs: nnx.Rngs) -> Decoder:
+        return Decoder(model, precision, "none", rngs)
+
+    definition = ModelDefinition(make_decoder)
+    axes = definition.axes_by_path
+    params = {}
+    for path, leaf in leaves_by_path(definition.abstract_params, "params").items():
+        spec = tuple(spec_for("/".join(path), axes[path], leaf.shape, abstract_mesh))
+        spec += (None,) * (len(leaf.shape) - len(spec))
+        ways = [math.prod(abstract_mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
+        params[path] = Placement(spec, tuple(size // n for size, n in zip(leaf.shape, ways, strict=True)))
+    placed = {}
+    for name, array in stored.items():
+        path = tuple(name.split("/"))
+        ours = next((p for param, p in params.items() if path[-len(param) :] == param), None)
+        same_dims = ours is not None and len(ours.shard) == len(array.shape)
+        placed[name] = ours if same_dims else Placement((None,) * len(array.shape), array.shape)
+    return placed
+
+
+def _new_metadata(
+    metadata: Mapping[str, Any], source: Path, mesh: Mapping[str, int] | None, dtype: str | None, step: int
+) -> dict[str, Any]:
+    """The source's metadata, with what the copy changes."""
+    new = {**metadata, "format_version": FORMAT_VERSION, "step": step}
+    if mesh is not None:
+        new["mesh"] = {axis: mesh.get(axis, 1) for axis in AXES}
+    if dtype is not None and "config" in metadata:
+        config = metadata["config"]
+        new["config"] = {**config, "precision": {**config["precision"], "params": dtype}}
+    new["resharded_from"] = str(source)
+    return new
