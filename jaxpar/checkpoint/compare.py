@@ -8,23 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpar.checkpoint.tensors import ArrayType
+
 _NO_NOTES: Mapping[str, str] = MappingProxyType({})
-
-
-class ArrayType(Protocol):
-    """Anything with a shape and a dtype: an array, its abstract form, its metadata."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the dims."""
-
-    @property
-    def dtype(self) -> Any:
-        """Element type."""
 
 
 def array_type(leaf: ArrayType) -> str:

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.checkpoint.compare import ArrayType, array_type, differences
+from jaxpar.checkpoint.compare import array_type, differences
 from jaxpar.checkpoint.coverage import coverage
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.factor_sizes import given_sizes, missing_sizes, name_pattern, solve_sizes, stacked_size
+from jaxpar.checkpoint.tensors import ArrayType
 from jaxpar.model.keymap import HARMLESS_TENSORS, ParamPath, TensorSource
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})

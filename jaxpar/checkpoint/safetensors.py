@@ -29,7 +29,8 @@ from safetensors import SafetensorError, safe_open
 from jaxpar.checkpoint.boxes import Bounds
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.matching import NO_SIZES, Matching, same_paths
-from jaxpar.checkpoint.views import TensorReader, fill_box
+from jaxpar.checkpoint.tensors import TensorReader
+from jaxpar.checkpoint.views import fill_box
 from jaxpar.model.keymap import HARMLESS_TENSORS, ParamPath, TensorSource
 
 SINGLE_FILE = "model.safetensors"

@@ -19,9 +19,10 @@ from typing import Self
 
 import numpy as np
 
-from jaxpar.checkpoint.compare import ArrayType, array_type
+from jaxpar.checkpoint.compare import array_type
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
+from jaxpar.checkpoint.tensors import ArrayType
 
 PARTIAL = ".partial"
 """Ending of a file that is not finished."""

@@ -1,4 +1,4 @@
-"""Checkpoints as named tensors that are read box by box, and views of one checkpoint under the names of another.
+"""One checkpoint under the names and shapes of another, read box by box.
 
 ``MappedTensors`` shows a foreign checkpoint as our parameters, ``ExportedTensors`` our parameters as a foreign
 checkpoint; neither holds data. Copying a checkpoint is reading boxes from a view and writing them, in any order.
@@ -9,29 +9,17 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import jax
 import numpy as np
 
 from jaxpar.checkpoint.boxes import Bounds, pieces, tensor_pieces
-from jaxpar.checkpoint.compare import ArrayType
 from jaxpar.checkpoint.coverage import coverage
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.factor_sizes import given_sizes, is_known, missing_sizes, solve_sizes
 from jaxpar.checkpoint.matching import NO_SIZES, Matching, same_paths
+from jaxpar.checkpoint.tensors import ArrayType, TensorReader
 from jaxpar.model.keymap import HARMLESS_TENSORS, ParamPath, TensorSource, product
-
-
-class TensorReader(Protocol):
-    """Named tensors of which any box can be read."""
-
-    @property
-    def types(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every tensor by name."""
-
-    def read(self, name: str, index: Sequence[slice]) -> np.ndarray:
-        """One box of a tensor in its stored dtype; ``index`` has a start and a stop for every dim."""
 
 
 class MappedTensors:

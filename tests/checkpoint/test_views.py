@@ -94,7 +94,7 @@ def box_of(draw, shape):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_box_under_every_rule(data):
     source, sizes = data.draw(rules())
     parameter, tensors = element_by_element(source, sizes)
@@ -140,7 +140,7 @@ def checkpoints(draw):
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_exporting_what_was_imported_gives_every_box_of_the_tensors(data):
     plan, all_sizes = data.draw(checkpoints())
     shapes = {path: source.target_shape(all_sizes[path]) for path, source in plan.items()}

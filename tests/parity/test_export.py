@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 import jaxpar
+from jaxpar.checkpoint.arrays import StepArrays
+from jaxpar.checkpoint.chunks import chunk_for_shards
+from jaxpar.checkpoint.copying import copy_arrays
 from jaxpar.checkpoint.safetensors import TensorDirectory
 from jaxpar.checkpoint.safetensors_writer import TensorFilesWriter
 from jaxpar.checkpoint.side_files import copy_side_files
+from jaxpar.checkpoint.step_writer import NewArray, StepWriter
 from jaxpar.checkpoint.views import ExportedTensors, MappedTensors, row_slabs
 from jaxpar.config import FAMILIES
 from jaxpar.config.huggingface import read_model_settings
@@ -78,6 +82,34 @@ def test_another_dtype(tmp_path):
         for tensor, leaf in ours.types.items():
             assert leaf.dtype == jnp.bfloat16
             assert np.array_equal(whole(ours, tensor), whole(theirs, tensor).astype(jnp.bfloat16))
+
+
+def test_through_a_checkpoint_on_disk(tmp_path):
+    """Slab by slab into an Orbax step and out of it again: the file that transformers wrote."""
+    model, keymap = model_and_keymap("llama31")
+    with TensorDirectory(DATA / "hf" / "llama31") as tensors:
+        sizes = {"head_dim": model.head_dim}
+        mapped = MappedTensors(
+            tensors, keymap, sizes=sizes, ignored=decoder_ignored(tied=model.tie_embeddings), prefix="params/"
+        )
+        arrays = {
+            name: NewArray(
+                leaf.shape, leaf.dtype, chunk_for_shards(leaf.shape, leaf.shape, leaf.dtype.itemsize, 20_000)
+            )
+            for name, leaf in mapped.types.items()
+        }
+        writer = StepWriter(tmp_path / "checkpoints", 0, arrays, {}, "llama31")
+        copy_arrays(mapped, writer, {name: name for name in arrays}, {}, slab_bytes=50_000)
+        writer.close()
+        step = writer.publish()
+    view = ExportedTensors(StepArrays(step), keymap, prefix="params/")
+    with TensorFilesWriter(tmp_path / "hf", view.types) as files:
+        for tensor, leaf in view.types.items():
+            for row, box in row_slabs(leaf, 5000):
+                files.write(tensor, row, view.read(tensor, box))
+        files.finish()
+    theirs = DATA / "hf" / "llama31" / "model.safetensors"
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == theirs.read_bytes()
 
 
 def test_tensors_of_a_layer_stand_together(tmp_path):
