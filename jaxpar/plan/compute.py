@@ -94,7 +94,7 @@ def block_time(shape: ModelShape, layout: Layout, gpu: Gpu, share: float, consta
     floor = moe * constants.moe_block_floor_s + (1 - moe) * constants.dense_block_floor_s
     return BlockTime(
         products_s=products,
-        attention_s=attention / (attention_peak * constants.attention_share),
+        attention_s=attention / (attention_peak * constants.attention(gpu.name, layout.attention)),
         elementwise_s=moved / (gpu.memory_bandwidth * constants.memory_share),
         floor_s=floor * (1 + layout.recompute / 3),
     )

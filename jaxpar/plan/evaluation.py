@@ -81,12 +81,12 @@ def memory_of(task: Task, layout: Layout) -> Memory:
     )
 
 
-def evaluate(task: Task, layout: Layout) -> Evaluation:
-    """Memory and time of a layout."""
+def evaluate(task: Task, layout: Layout, memory: Memory | None = None) -> Evaluation:
+    """Memory and time of a layout; ``memory`` if it is known already."""
     time = step_time(task.shape, layout, task.cluster, constants=task.constants)
     return Evaluation(
         layout=layout,
-        memory=memory_of(task, layout),
+        memory=memory or memory_of(task, layout),
         time=time,
         tokens_per_s_per_device=tokens_per_s_per_device(layout, time.step_s),
         mfu=utilisation(task.shape, layout, task.cluster, time.step_s),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxpar.plan.catalogue import Gpu
 from jaxpar.plan.compute import peak_flops
-from jaxpar.plan.efficiency import CONSTANTS, gemm_share
+from jaxpar.plan.efficiency import CONSTANTS, closest_share
 from jaxpar.plan.shape import ModelShape
 from jaxpar.plan.topology import Cluster
 
@@ -116,7 +116,7 @@ def plan_inference(
 
 
 def _product_speed(gpu: Gpu) -> float:
-    return peak_flops(gpu, "bfloat16") * gemm_share(gpu.name, "bfloat16")
+    return peak_flops(gpu, "bfloat16") * closest_share(gpu.name, "bfloat16")
 
 
 def _hop(shape: ModelShape, cluster: Cluster, tokens: int) -> float:

@@ -19,6 +19,10 @@ RECOMPUTE = {"none": 0.0, "dots": 0.2, "selective": 0.5, "full": 1.0}
 """Share of a block's forward pass that its backward pass repeats. dots repeats elementwise work; selective keeps what
 attention needs and repeats the MLP's input products as well."""
 
+STAGE_RECOMPUTE = 1.0
+"""Repeated on top of that in a pipeline: a stage keeps only its input and redoes its forward pass before going back, so
+that its memory does not grow with the number of microbatches."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -51,6 +55,8 @@ class Layout:
     """Between blocks the tensor axis splits the sequence."""
     async_tensor: bool = False
     """Tensor collectives overlap with the matrix products next to them."""
+    attention: Literal["native", "portable"] = "native"
+    """Kernel written for the GPU's generation (cuDNN, tokamax), or one that runs on any (FlashAttention-2)."""
     is_head_spread: bool = True
     """The vocabulary is spread over pipeline x tensor; else the last stage computes the head alone."""
     experts_over_tensor: bool = True
@@ -125,7 +131,7 @@ def mesh_layout(
         chunks=chunks,
         schedule=schedule,
         remat=remat,
-        recompute=RECOMPUTE[remat],
+        recompute=RECOMPUTE[remat] + (STAGE_RECOMPUTE if mesh["pipeline"] > 1 else 0.0),
         precision=precision,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -73,7 +74,7 @@ class ModelShape:
         """Width of all key heads; values are as wide."""
         return self.num_kv_heads * self.head_dim
 
-    @property
+    @functools.cached_property
     def attention_params(self) -> int:
         """Matrices of one attention block, in elements."""
         if self.latent is None:
@@ -89,7 +90,7 @@ class ModelShape:
         """Matrices of one MLP: gate, up and down, or up and down."""
         return 3 if self.gated_mlp else 2
 
-    @property
+    @functools.cached_property
     def moe_layers(self) -> int:
         """Blocks with experts."""
         return self.num_layers - self.first_dense_layers if self.num_experts else 0
@@ -99,34 +100,34 @@ class ModelShape:
         """Blocks with a dense MLP."""
         return self.num_layers - self.moe_layers
 
-    @property
+    @functools.cached_property
     def expert_params(self) -> int:
         """Matrices of one expert, in elements."""
         return self.mlp_matrices * self.embed_dim * self.expert_mlp_dim
 
-    @property
+    @functools.cached_property
     def routed_params(self) -> int:
         """All routed experts of all blocks."""
         return self.moe_layers * self.num_experts * self.expert_params
 
-    @property
+    @functools.cached_property
     def block_params(self) -> int:
         """All blocks without their routed experts: attention, dense MLPs, shared experts and routers."""
         dense = self.dense_layers * self.mlp_matrices * self.embed_dim * self.mlp_dim
         beside = self.num_shared_experts * self.expert_params + self.embed_dim * self.num_experts
         return self.num_layers * self.attention_params + dense + self.moe_layers * beside
 
-    @property
+    @functools.cached_property
     def embedding_params(self) -> int:
         """Token embedding and head; once if tied. The vocabulary is unpadded."""
         return self.vocab_size * self.embed_dim * (1 if self.tie_embeddings else 2)
 
-    @property
+    @functools.cached_property
     def total_params(self) -> int:
         """All parameters."""
         return self.block_params + self.routed_params + self.embedding_params + self.vector_params
 
-    @property
+    @functools.cached_property
     def active_params(self) -> int:
         """Parameters that one token uses; the embedding and the head count."""
         return self.total_params - self.moe_layers * (self.num_experts - self.top_k) * self.expert_params

@@ -11,7 +11,7 @@ import dataclasses
 
 from jaxpar.plan.communication import Collective, StageTime, collectives, local_params
 from jaxpar.plan.compute import block_time, head_time, peak_flops
-from jaxpar.plan.efficiency import CONSTANTS, Constants, gemm_share
+from jaxpar.plan.efficiency import CONSTANTS, Constants, closest_share
 from jaxpar.plan.flops import Convention, model_flops_utilisation
 from jaxpar.plan.layout import Layout
 from jaxpar.plan.shape import ModelShape
@@ -66,7 +66,7 @@ def step_time(
         constants: All other constants.
     """
     if share is None:
-        share = gemm_share(cluster.gpu.name, layout.precision)
+        share = closest_share(cluster.gpu.name, layout.precision)
     block = block_time(shape, layout, cluster.gpu, share, constants)
     blocks = shape.num_layers / layout.pipeline
     head = head_time(shape, layout, cluster.gpu, constants)

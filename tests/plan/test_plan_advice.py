@@ -63,7 +63,8 @@ def test_near_the_limit_it_is_not_certain():
         ("tensor_outside_nvlink", ("llama-3.1-8b", "l40s", 64), {"tensor": 8}, {"fsdp": 8}),
         ("tensor_without_need", ("llama-3.1-8b", "h100", 64), {"tensor": 8, "fsdp": 8}, {"fsdp": 64}),
         ("pipeline_without_need", ("llama-3.1-8b", "h100", 64), {"pipeline": 8, "microbatches": 32}, {"fsdp": 8}),
-        ("ddp_fits", ("llama-3.2-1b", "h100", 256, 1024), {"fsdp": 64, "microbatches": 4}, {"data": 64, "microbatches": 4}),
+        ("ddp_fits", ("llama-3.2-1b", "h100", 256, 1024), {"fsdp": 64, "microbatches": 4},
+         {"data": 64, "microbatches": 4}),
         ("expert_over_network", ("qwen3-30b-a3b", "h100", 64), {"expert": 64}, {"expert": 8, "fsdp": 8}),
     ],
 )  # fmt: skip
