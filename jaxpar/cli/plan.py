@@ -14,22 +14,30 @@ from jaxpar.config import PRESETS, Config, ConfigError, Problem, load_with_sourc
 from jaxpar.config.overrides import split_path
 from jaxpar.config.schema import AXES
 from jaxpar.plan.catalogue import Gpu, gpu_named
-from jaxpar.plan.evaluation import evaluate_config
+from jaxpar.plan.evaluation import Task, evaluate_config, task_of
 from jaxpar.plan.facts import Facts, gather_facts
 from jaxpar.plan.inference import plan_inference
 from jaxpar.plan.page import plan_page
-from jaxpar.plan.report import inference_report, training_report
-from jaxpar.plan.rules import LAYOUT_RULES, find_problems
+from jaxpar.plan.report import inference_report, search_report, training_report
+from jaxpar.plan.rules import LAYOUT_RULES, MODEL_RULES, Rule, find_problems
+from jaxpar.plan.search import search
 from jaxpar.plan.shape import ModelShape, find_shape, shape_of
 from jaxpar.plan.topology import Cluster, ClusterFile, make_cluster, read_cluster
 
 DEFAULT_GPU = "h100"
+
+_NO_DEVICES = Problem(
+    key="--devices",
+    message="the number of devices is not known: an axis of the mesh is -1 (the rest), or nothing says how many",
+    remedy="give --devices N, or write the size of every axis",
+)
 
 EPILOG = """
 Examples:
 
 \b
   jaxpar plan configs/llama-3.1-8b.toml --devices 64 --gpu h100
+  jaxpar plan model.preset=llama-3.1-70b data.seq_len=8192 train.global_batch_size=1024 --search --devices 512
   jaxpar plan model.preset=llama-3.1-70b --mode inference --weights int4 --gpu rtx4090 --devices 2
   jaxpar plan --model deepseek-v3 mesh.fsdp=-1 mesh.expert=64 --devices 2048 --html plan.html
 
@@ -59,6 +67,9 @@ def plan(
     weights: Annotated[
         Literal["int4", "int8", "bf16"], typer.Option("--weights", help="Inference: how weights are stored.")
     ] = "bf16",
+    search_meshes: Annotated[
+        bool, typer.Option("--search", help="Rank all legal meshes of --devices instead of the config's own.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained page with plots.")] = None,
 ) -> None:
@@ -75,8 +86,16 @@ def plan(
         settings = {"batch": batch, "context": context, "weights": weights}
         planned = plan_inference(shape, machine, sequences=batch, context=context, weights=weights)
         report = inference_report(shape, machine, planned, settings)
+    elif search_meshes:
+        facts = _facts(config, num_devices, MODEL_RULES)
+        total = num_devices or facts.num_devices or _mesh_product(config)
+        if total is None:
+            raise ConfigError([_NO_DEVICES])
+        report = _searched(task_of(facts, shape, _cluster(described, chosen, total, nodes)))
     else:
-        facts = _legal_facts(config, num_devices)
+        facts = _facts(config, num_devices, LAYOUT_RULES)
+        if len(facts.mesh) < len(AXES):
+            raise ConfigError([_NO_DEVICES])
         machine = _cluster(described, chosen, math.prod(facts.mesh.values()), nodes)
         report = training_report(*evaluate_config(facts, shape, machine))
     if html is not None:
@@ -116,22 +135,35 @@ def _load(arguments: list[str], model: str | None) -> tuple[Config, ModelShape]:
     return load_with_sources(*split_path(given)).config, shape
 
 
-def _legal_facts(config: Config, num_devices: int | None) -> Facts:
-    """Facts of a config whose layout is legal and whose mesh is known.
+def _facts(config: Config, num_devices: int | None, rules: tuple[Rule, ...]) -> Facts:
+    """Facts of a config.
 
     Raises:
-        ConfigError: Every rule of layouts that is broken, or a mesh that needs a device count.
+        ConfigError: Every rule that is broken.
     """
     facts = gather_facts(config, num_devices=num_devices)
-    if problems := find_problems(facts, LAYOUT_RULES):
+    if problems := find_problems(facts, rules):
         raise ConfigError(problems)
-    if len(facts.mesh) < len(AXES):
-        (axis,) = (axis for axis in AXES if axis not in facts.mesh)
-        message = "takes the devices that the other axes leave, but how many there are is not known"
-        raise ConfigError(
-            [Problem(key=f"mesh.{axis}", value=-1, message=message, remedy="give --devices N, or write its size")]
-        )
     return facts
+
+
+def _searched(task: Task) -> dict:
+    """The report of a search.
+
+    Raises:
+        ConfigError: No mesh is legal.
+    """
+    result = search(task)
+    if not result.meshes:
+        reasons = "; ".join(f"{rejection.name}: {rejection.reason}" for rejection in result.rejected)
+        problem = Problem(
+            key="--devices",
+            value=task.cluster.num_devices,
+            message=f"no mesh of so many devices is legal for this model and batch ({reasons})",
+            remedy=f"change train.global_batch_size ({task.global_batch_size}) or the number of devices",
+        )
+        raise ConfigError([problem])
+    return search_report(task, result)
 
 
 def _mesh_product(config: Config) -> int | None:

@@ -11,6 +11,9 @@ from jaxpar.plan.memory import GIB
 _PIPED_WIDTH = 160
 """Columns where no terminal says how many it has."""
 
+_SHOWN = 10
+"""Ranked meshes that are printed."""
+
 _STYLES = {"error": "bold red", "unwise": "yellow", "hint": "cyan"}
 _COLOURS = {"fits": "bold green", "does not fit": "bold red", "legal but unwise": "bold yellow"}
 
@@ -24,8 +27,10 @@ def print_report(report: dict) -> None:
     console.print(Text(report["verdict_text"], style=_COLOURS[report["verdict"]]))
     if report["mode"] == "train":
         _print_training(console, report)
-    else:
+    elif report["mode"] == "inference":
         _print_inference(console, report)
+    if "ranked" in report:
+        _print_search(console, report)
     for problem in report["problems"]:
         line = Text(f"{problem['severity']}: ", style=_STYLES[problem["severity"]])
         console.print(line.append(problem["message"], style="default"), soft_wrap=True)
@@ -79,6 +84,39 @@ def _print_inference(console: Console, report: dict) -> None:
         f"{time['prefill_s']:.3g} s"
     )
     _print_table(console, "memory of a device", _memory(report))
+
+
+def _print_search(console: Console, report: dict) -> None:
+    searched = report["searched"]
+    table = Table(box=None)
+    for column in ("mesh", "microbatches", "remat", "schedule", "sharding"):
+        table.add_column(column)
+    for column in ("GiB", "step s", "tokens/s per device", "MFU"):
+        table.add_column(column, justify="right")
+    table.add_column("trains today")
+    for entry in report["ranked"][:_SHOWN]:
+        table.add_row(
+            mesh_text(entry["mesh"]),
+            str(entry["microbatches"]),
+            entry["remat"],
+            entry["schedule"],
+            entry["strategy"],
+            f"{entry['memory'] / GIB:.1f}",
+            f"{entry['time']:.3g}",
+            f"{entry['tokens_per_s_per_device']:,.0f}",
+            f"{entry['mfu']:.1%}",
+            "yes" if entry["trains_today"] else "no",
+        )
+    title = f"best of {searched['layouts']:,} layouts that fit, on {searched['meshes']:,} legal meshes"
+    _print_table(console, title, table)
+    for text in report["explanation"]:
+        console.print(f"- {text}", soft_wrap=True, markup=False)
+    console.print("\nrejected", style="italic")
+    for rejection in report["rejected"]:
+        line = f"- {rejection['name']} ({mesh_text(rejection['mesh'])}): {rejection['reason']}"
+        console.print(line, soft_wrap=True, markup=False)
+    if report["ranked"]:
+        console.print(f"\nuse it: {report['ranked'][0]['overrides']}", soft_wrap=True, markup=False)
 
 
 def _print_table(console: Console, title: str, table: Table) -> None:

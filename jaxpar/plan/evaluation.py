@@ -54,6 +54,11 @@ class Evaluation:
         return self.memory.free_bytes >= SAFE_MARGIN * self.memory.device_bytes
 
 
+def trains_today(layout: Layout) -> bool:
+    """Whether the trainer can run such a layout already: data, fsdp and tensor axes, full sharding."""
+    return layout.pipeline == layout.context == layout.expert == 1 and layout.strategy in ("none", "full")
+
+
 def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
     """The task of a config."""
     config = facts.config

@@ -25,7 +25,8 @@ _SHOWN = 14
 
 def plan_page(report: dict) -> str:
     """The page of a report of :mod:`jaxpar.plan.report`; with a search in it, its ranking too."""
-    body = _training(report) if report["mode"] == "train" else _inference(report)
+    bodies = {"train": _training, "inference": _inference, "search": _nothing_fits}
+    body = bodies[report["mode"]](report)
     title = html.escape(f"jaxpar plan: {report['model']} on {report['num_devices']} x {report['gpu']}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -75,6 +76,15 @@ def _inference(report: dict) -> str:
     ]
     bar = stacked_bar(_memory_parts(report), report["memory"]["device_bytes"], _limit(report))
     return _verdict(report) + _pairs(facts) + "<h2>Memory of a device</h2>" + bar + _problems(report)
+
+
+def _nothing_fits(report: dict) -> str:
+    """A search without a winner."""
+    rejected = "".join(
+        f"<li>{html.escape(rejection['name'])}: {html.escape(rejection['reason'])}</li>"
+        for rejection in report["rejected"]
+    )
+    return _verdict(report) + f"<h2>Rejected</h2><ul>{rejected}</ul>"
 
 
 def _verdict(report: dict) -> str:
@@ -138,8 +148,11 @@ def _search(report: dict) -> str:
         rows.append(
             (f"{mesh} m{entry['microbatches']} {entry['remat']}", entry["tokens_per_s_per_device"], label, True)
         )
-    why = "".join(f"<li>{html.escape(text)}</li>" for text in report["explanation"])
-    return f"<h2>Search</h2>{ranked_bars(rows)}<ul>{why}</ul>"
+    rejected = [f"{rejection['name']}: {rejection['reason']}" for rejection in report["rejected"]]
+    why, against = (
+        "".join(f"<li>{html.escape(text)}</li>" for text in texts) for texts in (report["explanation"], rejected)
+    )
+    return f"<h2>Search</h2>{ranked_bars(rows)}<ul>{why}</ul><h3>Rejected</h3><ul>{against}</ul>"
 
 
 def _communication(rows: Sequence[dict]) -> str:

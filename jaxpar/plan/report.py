@@ -6,10 +6,11 @@ import dataclasses
 
 from jaxpar.plan.advice import PlanProblem, describe_change, find_plan_problems, verdict
 from jaxpar.plan.efficiency import GEMM_SHARE, error_band
-from jaxpar.plan.evaluation import Evaluation, Task
+from jaxpar.plan.evaluation import Evaluation, Task, trains_today
 from jaxpar.plan.flops import CONVENTIONS
 from jaxpar.plan.inference import InferencePlan
 from jaxpar.plan.memory import GIB
+from jaxpar.plan.search import SearchResult, layout_overrides
 from jaxpar.plan.shape import ModelShape
 from jaxpar.plan.topology import Cluster
 from jaxpar.plan.variations import Variation
@@ -52,6 +53,43 @@ def training_report(task: Task, plan: Evaluation) -> dict:
         "problems": [dataclasses.asdict(problem) for problem in problems],
         "what_if": [_what_if(plan, variation) for variation in _distinct(near)],
         "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def search_report(task: Task, result: SearchResult) -> dict:
+    """The winner's report with the ranking, what was rejected and why; without a winner, those alone."""
+    found = {
+        "ranked": [_ranked(evaluation) for evaluation in result.ranked],
+        "rejected": [dataclasses.asdict(rejection) for rejection in result.rejected],
+        "explanation": list(result.explanation),
+        "searched": {"meshes": result.meshes, "layouts": result.evaluated},
+    }
+    if result.ranked:
+        return {**training_report(task, result.ranked[0]), **found}
+    return {
+        "mode": "search",
+        **_subject(task.shape, task.cluster),
+        "verdict": "does not fit",
+        "verdict_text": result.explanation[0],
+        "problems": [],
+        **found,
+    }
+
+
+def _ranked(evaluation: Evaluation) -> dict:
+    layout = evaluation.layout
+    return {
+        "mesh": layout.mesh,
+        "microbatches": layout.microbatches,
+        "remat": layout.remat,
+        "schedule": schedule_name(evaluation),
+        "strategy": layout.strategy,
+        "memory": evaluation.memory.total_bytes,
+        "time": evaluation.time.step_s,
+        "mfu": evaluation.mfu,
+        "tokens_per_s_per_device": evaluation.tokens_per_s_per_device,
+        "trains_today": trains_today(layout),
+        "overrides": layout_overrides(layout),
     }
 
 

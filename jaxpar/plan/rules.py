@@ -32,6 +32,16 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )
 """What makes a layout legal, whether or not the trainer can do it yet: the rules of ``jaxpar plan``."""
 
+MODEL_RULES: tuple[Rule, ...] = (
+    model_rules.dims_complete,
+    model_rules.kv_heads_divide_heads,
+    model_rules.head_dim_even,
+    model_rules.rope_scaling_order,
+    model_rules.positions_fit,
+    model_rules.experts_consistent,
+)
+"""What makes a model whole, whatever the mesh: the rules of a search, and of inference."""
+
 RULES: tuple[Rule, ...] = (
     mesh_rules.axis_sizes,
     mesh_rules.one_rest_axis,

@@ -11,8 +11,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from jaxpar.plan.evaluation import SAFE_MARGIN, Evaluation, Task, evaluate, memory_of
-from jaxpar.plan.layout import Layout, mesh_layout
+from jaxpar.plan.evaluation import SAFE_MARGIN, Evaluation, Task, evaluate, memory_of, trains_today
+from jaxpar.plan.layout import Layout, Strategy, mesh_layout
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
 from jaxpar.plan.memory import GIB, Memory
 
@@ -25,6 +25,9 @@ MAX_CHUNKS = 8
 REMATS = ("none", "full")
 """Policies that a config can name."""
 
+STRATEGIES: tuple[Strategy, ...] = ("full", "optimizer")
+"""ZeRO-3 and ZeRO-1. ZeRO-2 reduces gradients as often as the first and holds weights like the second."""
+
 KEPT = 20
 """Ranked meshes that are reported."""
 
@@ -33,6 +36,20 @@ SIMPLER = 0.005
 
 MAX_MICROBATCHES_PER_STAGE = 32
 """More bring the idle share of a pipeline below 3% anyway."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Famous:
+    """A layout that many would try."""
+
+    name: str
+    mesh: dict[str, int]
+    strategy: Strategy | None = None
+    """What must be sharded for the name to be right; None: whatever is best."""
+
+    def is_like(self, layout: Layout) -> bool:
+        """Whether a layout is of this kind."""
+        return layout.mesh == self.mesh and self.strategy in (None, layout.strategy)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +66,9 @@ class SearchResult:
     """What a search found."""
 
     ranked: tuple[Evaluation, ...]
-    """Best settings of each mesh that fits with a margin, fastest first."""
+    """Best settings of the best meshes that fit with a margin, fastest first; at most :data:`KEPT`."""
+    all_ranked: tuple[Evaluation, ...]
+    """The same of every mesh."""
     rejected: tuple[Rejection, ...]
     explanation: tuple[str, ...]
     meshes: int
@@ -64,13 +83,14 @@ def search(task: Task) -> SearchResult:
     meshes = evaluated = 0
     for mesh in legal_meshes(task):
         meshes += 1
-        found = [evaluate(task, layout, memory) for layout, memory in _settings(task, mesh)]
+        found = [evaluate(task, layout, memory) for layout, memory in _settings(task, mesh, STRATEGIES)]
         evaluated += len(found)
         if found:
             best.append(max(found, key=_speed))
     ranked = sorted(best, key=_rank, reverse=True)
     return SearchResult(
         ranked=tuple(ranked[:KEPT]),
+        all_ranked=tuple(ranked),
         rejected=tuple(_famous_rejections(task, ranked)),
         explanation=tuple(_explanation(task, ranked)),
         meshes=meshes,
@@ -107,12 +127,13 @@ def _data_splits(
             yield mesh
 
 
-def _settings(task: Task, mesh: dict[str, int]) -> Iterator[tuple[Layout, Memory]]:
+def _settings(task: Task, mesh: dict[str, int], strategies: Sequence[Strategy]) -> Iterator[tuple[Layout, Memory]]:
     """Layouts of a mesh that fit with a margin, and what they take."""
     rows = task.global_batch_size // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
     most = rows if mesh["pipeline"] == 1 else MAX_MICROBATCHES_PER_STAGE * mesh["pipeline"]
     limit = (1 - SAFE_MARGIN) * task.cluster.gpu.memory_bytes
-    strategies = ("full", "optimizer") if mesh["fsdp"] * mesh["expert"] * mesh["context"] > 1 else ("full",)
+    if mesh["fsdp"] * mesh["expert"] * mesh["context"] == 1:
+        strategies = strategies[:1]
     for schedule, chunks in _schedules(task, mesh["pipeline"]):
         for strategy in strategies:
             for remat in REMATS:
@@ -197,11 +218,16 @@ def _explanation(task: Task, ranked: Sequence[Evaluation]) -> Iterator[str]:
     )
     if len(ranked) > 1:
         yield f"runner-up: {layout_words(ranked[1].layout)}: {slower_because(winner, ranked[1])}"
-    mesh = _one(task, fsdp=task.cluster.num_devices)
-    if winner.layout.mesh == mesh:
-        yield "plain FSDP is the winner"
-        return
-    yield f"plain FSDP ({mesh_words(mesh)}): {_why_not(task, mesh, ranked)}"
+    plain = Famous(name="plain FSDP", mesh=_one(task, fsdp=task.cluster.num_devices), strategy="full")
+    if plain.is_like(winner.layout):
+        yield "the winner is plain FSDP"
+    else:
+        yield f"plain FSDP ({mesh_words(plain.mesh)}): {why_not(task, plain, ranked)}"
+    if task.shape.num_experts == 0 and not trains_today(winner.layout):
+        today = next((evaluation for evaluation in ranked if trains_today(evaluation.layout)), None)
+        if today is not None:
+            words, behind = layout_words(today.layout), slower_because(winner, today)
+            yield f"best that the trainer can run already: {words}: {behind}"
 
 
 def slower_because(winner: Evaluation, other: Evaluation) -> str:
@@ -239,45 +265,48 @@ def _one(task: Task, **axes: int) -> dict[str, int]:
     return mesh
 
 
-def famous_meshes(task: Task) -> list[tuple[str, dict[str, int]]]:
+def famous_layouts(task: Task) -> list[Famous]:
     """What people try first, and layouts of well-known runs, as far as the device count has room for them."""
     devices, cluster = task.cluster.num_devices, task.cluster
-    node, nodes = cluster.devices_per_node, cluster.num_nodes
     inside = min(8, cluster.domain_size)
-    famous = [
-        ("DDP", _one(task, data=devices)),
-        ("plain FSDP", _one(task, fsdp=devices)),
-        ("hybrid FSDP", _one(task, data=nodes, fsdp=node)),
-        ("tensor in a node, FSDP across", _one(task, tensor=inside)),
-        ("tensor across nodes", _one(task, tensor=2 * inside)),
-        ("Megatron 3D", _one(task, tensor=inside, pipeline=8)),
-        ("Llama 3 405B's", _one(task, tensor=8, pipeline=16)),
-        ("a pipeline of all layers", _one(task, pipeline=task.shape.num_layers)),
+    named = [
+        ("DDP", _one(task, data=devices), None),
+        ("plain FSDP", _one(task, fsdp=devices), "full"),
+        ("hybrid FSDP", _one(task, data=cluster.num_nodes, fsdp=cluster.devices_per_node), "full"),
+        ("tensor in a node, FSDP across", _one(task, tensor=inside), "full"),
+        ("tensor across nodes", _one(task, tensor=2 * inside), None),
+        ("Megatron 3D", _one(task, tensor=inside, pipeline=8), None),
+        ("Llama 3 405B's", _one(task, tensor=8, pipeline=16), None),
+        ("a pipeline of all layers", _one(task, pipeline=task.shape.num_layers), None),
     ]
     if task.shape.num_experts:
-        famous.append(("experts in a node", _one(task, expert=inside)))
-        famous.append(("experts across nodes", _one(task, expert=min(64, task.shape.num_experts))))
+        named.append(("experts in a node", _one(task, expert=inside), None))
+        named.append(("experts across nodes", _one(task, expert=min(64, task.shape.num_experts)), None))
     if task.seq_len >= 8 * MIN_CONTEXT_TOKENS:
-        famous.append(("context parallel in a node", _one(task, context=inside)))
-    unique = {tuple(mesh.items()): (name, mesh) for name, mesh in reversed(famous)}
-    return [named for named in reversed(unique.values()) if math.prod(named[1].values()) == devices]
+        named.append(("context parallel in a node", _one(task, context=inside), None))
+    famous = [Famous(name=name, mesh=mesh, strategy=strategy) for name, mesh, strategy in named]
+    unique = {tuple(layout.mesh.items()): layout for layout in reversed(famous)}
+    return [layout for layout in reversed(unique.values()) if math.prod(layout.mesh.values()) == devices]
 
 
 def _famous_rejections(task: Task, ranked: Sequence[Evaluation]) -> Iterator[Rejection]:
-    for name, mesh in famous_meshes(task):
-        if not ranked or ranked[0].layout.mesh != mesh:
-            yield Rejection(name=name, mesh=mesh, reason=_why_not(task, mesh, ranked))
+    for famous in famous_layouts(task):
+        if not ranked or not famous.is_like(ranked[0].layout):
+            yield Rejection(name=famous.name, mesh=famous.mesh, reason=why_not(task, famous, ranked))
 
 
-def _why_not(task: Task, mesh: dict[str, int], ranked: Sequence[Evaluation]) -> str:
-    """Why a mesh is not the winner: illegal, too large, or slower."""
+def why_not(task: Task, famous: Famous, ranked: Sequence[Evaluation]) -> str:
+    """Why a layout is not the winner: illegal, too large, or slower."""
+    mesh = famous.mesh
     objection = mesh_objection(task.shape, mesh, task.seq_len) or batch_objection(mesh, task.global_batch_size, 1)
     if objection:
         return objection
     if mesh["tensor"] > min(MAX_TENSOR, task.cluster.domain_size):
         return f"tensor {mesh['tensor']} leaves the domain of {task.cluster.domain_size} GPUs with fast links"
-    if listed := next((evaluation for evaluation in ranked if evaluation.layout.mesh == mesh), None):
-        return slower_because(ranked[0], listed)
+    strategies = STRATEGIES if famous.strategy is None else (famous.strategy,)
+    fitting = [evaluate(task, layout, memory) for layout, memory in _settings(task, mesh, strategies)]
+    if fitting:
+        return slower_because(ranked[0], max(fitting, key=_speed))
     tried = _smallest(task, mesh)
     if tried is None:
         rows = task.global_batch_size // (mesh["data"] * mesh["fsdp"] * mesh["expert"])

@@ -124,6 +124,30 @@ def test_70b_on_two_cards_of_24_gb_needs_4_bits(weights, verdict):
     assert report["memory"]["kv_cache"] == 2 * 80 * 8 * 128 * 2 * 4096 / 2
 
 
+def test_search_has_the_names_relied_on(tmp_path):
+    page = tmp_path / "search.html"
+    report = report_of(*LLAMA_8B[:3], "--search", *ON_64, "--nodes", "8", "--html", str(page))
+    assert len(report["ranked"]) > 3
+    best = report["ranked"][0]
+    assert best.keys() >= {"mesh", "microbatches", "remat", "schedule", "memory", "time", "mfu"}
+    assert best["mesh"] == report["mesh"]
+    assert all(rejection.keys() >= {"mesh", "reason"} for rejection in report["rejected"])
+    assert "<h2>Search</h2>" in page.read_text(encoding="utf-8")
+    again = report_of(*LLAMA_8B[:2], "train.global_batch_size=128", *best["overrides"].split(), *ON_64, "--nodes", "8")
+    assert again["time"]["step_s"] == pytest.approx(best["time"])
+    assert again["memory"]["total_bytes"] == pytest.approx(best["memory"])
+    printed = run(*LLAMA_8B[:3], "--search", *ON_64).stdout
+    assert all(text in printed for text in ("winner: ", "runner-up: ", "rejected", "use it: mesh.pipeline="))
+
+
+def test_search_without_a_legal_mesh_or_a_device_count_says_so():
+    assert "no mesh of so many devices" in problems_of(*LLAMA_8B[:2], "--search", "--devices", "13")["--devices"]
+    assert "give --devices" in problems_of(*LLAMA_8B, "--search")["--devices"]
+    nothing = report_of("model.preset=llama-3.1-405b", "train.global_batch_size=8", "--search", "--devices", "8")
+    assert (nothing["verdict"], nothing["ranked"]) == ("does not fit", [])
+    assert run("model.preset=llama-3.1-405b", "--search", "--devices", "8").exit_code == 0
+
+
 def test_html_page_is_self_contained(tmp_path):
     page = tmp_path / "plan.html"
     assert run(*LLAMA_8B, *ON_64, "--html", str(page)).exit_code == 0
@@ -170,7 +194,7 @@ def test_bad_cluster_files_are_named(tmp_path, text, key):
 
 def test_bad_input_is_named_with_a_remedy():
     assert "did you mean" in problems_of(*LLAMA_8B, "--gpu", "h10")["--gpu"]
-    assert "--devices" in problems_of(*LLAMA_8B)["mesh.fsdp"]
+    assert "give --devices" in problems_of(*LLAMA_8B)["--devices"]
     assert "remainder" in problems_of(*LLAMA_8B, *ON_64, "mesh.tensor=16")["model.num_kv_heads"]
     assert "do not divide" in problems_of(*LLAMA_8B, *ON_64, "--nodes", "7")["--nodes"]
     assert "not divide by 16" in problems_of("model.preset=llama-3.1-405b", "mesh.pipeline=16", "train.microbatches=16",
