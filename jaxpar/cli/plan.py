@@ -36,10 +36,10 @@ EPILOG = """
 Examples:
 
 \b
-  jaxpar plan configs/llama-3.1-8b.toml --devices 64 --gpu h100
-  jaxpar plan model.preset=llama-3.1-70b data.seq_len=8192 train.global_batch_size=1024 --search --devices 512
+  jaxpar plan configs/llama-3.1-8b.toml mesh.fsdp=-1 train.global_batch_size=512 --devices 64 --gpu h100
+  jaxpar plan model.preset=llama-3.1-70b data.seq_len=8192 train.global_batch_size=128 --search --devices 64
   jaxpar plan model.preset=llama-3.1-70b --mode inference --weights int4 --gpu rtx4090 --devices 2
-  jaxpar plan --model deepseek-v3 mesh.fsdp=-1 mesh.expert=64 --devices 2048 --html plan.html
+  jaxpar plan --model deepseek-v3 train.global_batch_size=1024 mesh.fsdp=-1 mesh.expert=64 --devices 1024 --gpu h200
 
 A cluster file says what --gpu, --devices and --nodes say, and more: [cluster] gpu, devices, nodes, intra_gb_per_s,
 inter_gb_per_s (per GPU, one direction); [gpu] describes one that the catalogue lacks. Options win over the file.

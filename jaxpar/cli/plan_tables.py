@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.plan.memory import GIB
+from jaxpar.plan.search import mesh_words
 
 _PIPED_WIDTH = 160
 """Columns where no terminal says how many it has."""
@@ -37,11 +38,6 @@ def print_report(report: dict) -> None:
         console.print(f"    -> {problem['remedy']}", soft_wrap=True, markup=False)
 
 
-def mesh_text(mesh: dict[str, int]) -> str:
-    """E.g. "data 8 x fsdp 8"; axes of size 1 are left out."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
-
-
 def _subject(report: dict) -> str:
     params = report["params"]
     active = f", {params['active'] / 1e9:.2f} B active" if params["active"] != params["total"] else ""
@@ -55,7 +51,7 @@ def _subject(report: dict) -> str:
 def _print_training(console: Console, report: dict) -> None:
     time, band = report["time"], report["error_band"]
     console.print(
-        f"{mesh_text(report['mesh'])}; {report['global_batch_size']} rows x {report['seq_len']} tokens in "
+        f"{mesh_words(report['mesh'])}; {report['global_batch_size']} rows x {report['seq_len']} tokens in "
         f"{report['microbatches']} microbatches ({report['rows_per_device']} rows per device each), remat "
         f"{report['remat']}, schedule {report['schedule']}, {report['precision']}"
     )
@@ -96,7 +92,7 @@ def _print_search(console: Console, report: dict) -> None:
     table.add_column("trains today")
     for entry in report["ranked"][:_SHOWN]:
         table.add_row(
-            mesh_text(entry["mesh"]),
+            mesh_words(entry["mesh"]),
             str(entry["microbatches"]),
             entry["remat"],
             entry["schedule"],
@@ -113,7 +109,7 @@ def _print_search(console: Console, report: dict) -> None:
         console.print(f"- {text}", soft_wrap=True, markup=False)
     console.print("\nrejected", style="italic")
     for rejection in report["rejected"]:
-        line = f"- {rejection['name']} ({mesh_text(rejection['mesh'])}): {rejection['reason']}"
+        line = f"- {rejection['name']} ({mesh_words(rejection['mesh'])}): {rejection['reason']}"
         console.print(line, soft_wrap=True, markup=False)
     if report["ranked"]:
         console.print(f"\nuse it: {report['ranked'][0]['overrides']}", soft_wrap=True, markup=False)

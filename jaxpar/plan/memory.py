@@ -35,8 +35,6 @@ class StateBytes:
 
 FLOAT32_STATE = StateBytes()
 BFLOAT16_STATE = StateBytes(params=2.0, grads=2.0, optimizer=4.0)
-ZERO_PAPER_STATE = StateBytes(params=2.0, grads=2.0, optimizer=12.0)
-"""Mixed precision as in the ZeRO paper: bfloat16 weights and gradients, float32 master weights and two moments."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +162,40 @@ def _buffers(shape: ModelShape, layout: Layout) -> float:
     return total
 
 
+def _matrices(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """(dense, routed expert) matrix elements on one device before the data axes split them; vocabulary padded."""
+    split = layout.tensor * layout.pipeline
+    tables = 1 if shape.tie_embeddings else 2
+    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.embed_dim * tables
+    dense = (shape.block_params + shape.embedding_params + padding) / split
+    return dense, shape.routed_params / (split * layout.expert)
+
+
+def _state(
+    shape: ModelShape, layout: Layout, dense: float, experts: float, per_param: StateBytes
+) -> tuple[float, float, float]:
+    """(params, grads, optimizer) bytes of a device."""
+    # Each pipeline stage holds its own blocks' vectors; every other axis replicates them.
+    vectors = shape.vector_params / layout.pipeline
+    parts = [
+        state_memory(dense, layout.weight_shards, layout.strategy, per_param),
+        state_memory(experts, max(1, layout.weight_shards // layout.expert), layout.strategy, per_param),
+        state_memory(vectors, 1, "none", per_param),
+    ]
+    return tuple(sum(column) for column in zip(*parts, strict=True))
+
+
+def _kept_activations(shape: ModelShape, layout: Layout) -> float:
+    """Bytes that wait for the backward pass: of all blocks, or of one chunk and the inputs of those in flight."""
+    blocks = shape.num_layers / layout.pipeline
+    kept = layout.tokens * kept_per_token(shape, layout)
+    if layout.pipeline == 1:
+        return blocks * kept
+    value = 4 if layout.precision == "float32" else 2
+    stage_input = layout.tokens * shape.embed_dim * value / layout.tensor
+    return microbatches_in_flight(layout) * stage_input + blocks / layout.chunks * kept
+
+
 def chunk_tokens(shape: ModelShape, layout: Layout, loss_chunk_tokens: int) -> float:
     """Tokens whose logits exist at one time on a device."""
     shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
@@ -191,28 +223,9 @@ def training_memory(
         loss_chunk_tokens: ``train.loss_chunk_tokens``.
     """
     value = 4 if layout.precision == "float32" else 2
-    split = layout.tensor * layout.pipeline
-    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.embed_dim * (1 if shape.tie_embeddings else 2)
-    dense = (shape.block_params + shape.embedding_params + padding) / split
-    experts = shape.routed_params / (split * layout.expert)
-    # Each pipeline stage holds its own blocks' vectors; every other axis replicates them.
-    vectors = shape.vector_params / layout.pipeline
-    shards, expert_shards = layout.weight_shards, max(1, layout.weight_shards // layout.expert)
-    parts = [
-        state_memory(dense, shards, layout.strategy, state),
-        state_memory(experts, expert_shards, layout.strategy, state),
-        state_memory(vectors, 1, "none", state),
-    ]
-    params, grads, optimizer = (sum(column) for column in zip(*parts, strict=True))
-
-    blocks = shape.num_layers / layout.pipeline
-    kept = layout.tokens * kept_per_token(shape, layout)
-    if layout.pipeline > 1:
-        stage_input = layout.tokens * shape.embed_dim * value / layout.tensor
-        activations = microbatches_in_flight(layout) * stage_input + blocks / layout.chunks * kept
-    else:
-        activations = blocks * kept
-
+    dense, experts = _matrices(shape, layout)
+    params, grads, optimizer = _state(shape, layout, dense, experts, state)
+    activations = _kept_activations(shape, layout)
     is_gathered = layout.strategy != "none" and layout.weight_shards > 1
     whole_copy = (dense + experts) * value if layout.strategy in ("optimizer", "grads") else 0.0
     vocab_shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)

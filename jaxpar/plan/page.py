@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jaxpar.plan.memory import GIB
 from jaxpar.plan.plots import Part, ranked_bars, stacked_bar
+from jaxpar.plan.search import mesh_words
 
 _STYLE = """
 body { font-family: sans-serif; max-width: 820px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -35,7 +36,7 @@ def plan_page(report: dict) -> str:
 
 
 def _training(report: dict) -> str:
-    mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items() if size > 1) or "one device"
+    mesh = mesh_words(report["mesh"])
     time, band = report["time"], report["error_band"]
     facts = [
         ("mesh", mesh),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from jaxpar.cli.plan import EPILOG
 from jaxpar.cli.plan import plan as plan_command
 from jaxpar.config import ConfigError
 
@@ -126,17 +128,18 @@ def test_70b_on_two_cards_of_24_gb_needs_4_bits(weights, verdict):
 
 def test_search_has_the_names_relied_on(tmp_path):
     page = tmp_path / "search.html"
-    report = report_of(*LLAMA_8B[:3], "--search", *ON_64, "--nodes", "8", "--html", str(page))
+    on_16 = ["--gpu", "h100", "--devices", "16", "--nodes", "2"]
+    report = report_of(*LLAMA_8B[:2], "train.global_batch_size=32", "--search", *on_16, "--html", str(page))
     assert len(report["ranked"]) > 3
     best = report["ranked"][0]
     assert best.keys() >= {"mesh", "microbatches", "remat", "schedule", "memory", "time", "mfu"}
     assert best["mesh"] == report["mesh"]
     assert all(rejection.keys() >= {"mesh", "reason"} for rejection in report["rejected"])
     assert "<h2>Search</h2>" in page.read_text(encoding="utf-8")
-    again = report_of(*LLAMA_8B[:2], "train.global_batch_size=128", *best["overrides"].split(), *ON_64, "--nodes", "8")
+    again = report_of(*LLAMA_8B[:2], "train.global_batch_size=32", *best["overrides"].split(), *on_16)
     assert again["time"]["step_s"] == pytest.approx(best["time"])
     assert again["memory"]["total_bytes"] == pytest.approx(best["memory"])
-    printed = run(*LLAMA_8B[:3], "--search", *ON_64).stdout
+    printed = run("model.preset=llama-3.2-1b", "train.global_batch_size=8", "--search", "--devices", "8").stdout
     assert all(text in printed for text in ("winner: ", "runner-up: ", "rejected", "use it: mesh.pipeline="))
 
 
@@ -146,6 +149,16 @@ def test_search_without_a_legal_mesh_or_a_device_count_says_so():
     nothing = report_of("model.preset=llama-3.1-405b", "train.global_batch_size=8", "--search", "--devices", "8")
     assert (nothing["verdict"], nothing["ranked"]) == ("does not fit", [])
     assert run("model.preset=llama-3.1-405b", "--search", "--devices", "8").exit_code == 0
+
+
+@pytest.mark.parametrize("command", re.findall(r"^ +jaxpar plan (.*)$", EPILOG, re.MULTILINE))
+def test_examples_of_the_help_run(command):
+    assert run(*shlex.split(command)).exit_code == 0
+
+
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_fits(config):
+    assert report_of(str(config))["verdict"] != "does not fit"
 
 
 def test_html_page_is_self_contained(tmp_path):

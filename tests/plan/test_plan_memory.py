@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from jaxpar.config import PRESETS
 from jaxpar.plan.layout import RECOMPUTE, Layout, mesh_layout
-from jaxpar.plan.memory import ZERO_PAPER_STATE, microbatches_in_flight, state_memory, training_memory
+from jaxpar.plan.memory import StateBytes, microbatches_in_flight, state_memory, training_memory
 from jaxpar.plan.shape import shape_of
 
 GIB = 2**30
 EIGHT_B = shape_of(PRESETS["llama-3.1-8b"].model)
+# Mixed precision as in the paper: 16-bit weights and gradients; float32 master weights and two moments.
+ZERO_PAPER_STATE = StateBytes(params=2, grads=2, optimizer=12)
 MIXTRAL = shape_of(PRESETS["mixtral-8x7b"].model)
 
 
