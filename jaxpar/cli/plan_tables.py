@@ -53,16 +53,19 @@ def _print_training(console: Console, report: dict) -> None:
     console.print(
         f"{mesh_words(report['mesh'])}; {report['global_batch_size']} rows x {report['seq_len']} tokens in "
         f"{report['microbatches']} microbatches ({report['rows_per_device']} rows per device each), remat "
-        f"{report['remat']}, schedule {report['schedule']}, {report['precision']}"
+        f"{report['remat']}, schedule {report['schedule']}, {report['precision']}",
+        soft_wrap=True,
     )
     console.print(
         f"step {time['step_s']:.3g} s, {report['tokens_per_s_per_device']:,.0f} tokens/s per device, MFU "
-        f"{report['mfu']:.1%} (convention {report['flops_convention']})"
+        f"{report['mfu']:.1%} (convention {report['flops_convention']})",
+        soft_wrap=True,
     )
     console.print(
         f"predicted times are off by {band['median']:.0%} (median), {band['p90']:.0%} (90% of runs) on published runs "
         f"of this class, {band['class']}{'; ' + band['note'] if band['note'] else ''}",
         style="dim",
+        soft_wrap=True,
     )
     _print_table(console, f"memory of the fullest device, at {report['memory']['moment']}", _memory(report))
     chunked = report["memory"]["whole_logits"] / GIB

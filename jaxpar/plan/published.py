@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from jaxpar.config.errors import ConfigError
 from jaxpar.plan.catalogue import Gpu, gpu_named
 from jaxpar.plan.efficiency import CONSTANTS, Constants
 from jaxpar.plan.layout import Layout, Precision, Remat, Strategy
@@ -17,15 +18,16 @@ from jaxpar.plan.shape import PUBLIC_SHAPES, ModelShape
 from jaxpar.plan.time import StepTime, step_time
 from jaxpar.plan.topology import Cluster
 
-_PRECISIONS: dict[str, Precision] = {
-    "bf16": "bfloat16",
-    "fp16": "bfloat16",
-    "fp32": "float32",
-    "fp8": "float8",
-    "fp8_row": "float8_row",
-    "mxfp8": "mxfloat8",
-    "nvfp4": "float4",
-}
+# First match of the name's start wins.
+_PRECISIONS: tuple[tuple[str, Precision], ...] = (
+    ("fp32", "float32"),
+    ("fp8_row", "float8_row"),
+    ("fp8", "float8"),
+    ("mx", "mxfloat8"),
+    ("nvfp4", "float4"),
+    ("fp4", "float4"),
+    ("", "bfloat16"),
+)
 
 # (kept as, share of the forward pass that is repeated). "selective" of Megatron repeats attention's scores only, which
 # fused attention repeats anyway; the operator and layer forms of torchtitan repeat about 60% of the forward pass.
@@ -37,8 +39,6 @@ _REMATS: dict[str, tuple[Remat, float]] = {
     "selective_layer": ("selective", 0.6),
     "minimal": ("dots", 0.2),
 }
-
-_GPU_NAMES = {"A100-40": "A100 SXM 40GB", "A100-80": "A100 SXM 80GB", "H100": "H100 SXM", "H800": "H800 SXM"}
 
 _WINDOWS = {"gpt-oss": 128}
 """Models whose every other layer attends to this many tokens."""
@@ -72,12 +72,10 @@ _NVIDIA = Framework(native_attention=True)
 
 FRAMEWORKS: Mapping[str, Framework] = {
     "aleph-alpha": Framework(grad_bytes=2.0, allocator=1.12),
-    "nemo": _NVIDIA,
     "nemo-dgxc": dataclasses.replace(_NVIDIA, grad_bytes=2.0),
-    "megatron-bridge": _NVIDIA,
-    "megatron-lm": _NVIDIA,
-    "maxtext-a3": _NVIDIA,
-    "maxtext-dgxc": _NVIDIA,
+    "nemo": _NVIDIA,
+    "megatron": _NVIDIA,
+    "maxtext": _NVIDIA,
     "llm-foundry": Framework(elementwise=1.3),
     "torchtitan": Framework(allocator=1.1),
     "kempner": Framework(
@@ -90,7 +88,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     "dlrover": Framework(grad_bytes=2.0),
 }
-"""Frameworks by the ``stack`` column; others are taken to be like the default."""
+"""Frameworks by the start of the ``stack`` column; others are taken to be like the default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,14 +130,16 @@ def read_row(row: Mapping[str, str]) -> PublishedLayout | None:
     Args:
         row: Columns of the table by name. tok_s_gpu, step_s, mem_gib, status and what is reported are not read.
     """
-    if not row["gbs"] or not row["mbs"] or not row["data"]:
+    if not row["gbs"]:
         return None
     flags = set(row["flags"].split(";"))
-    shape, framework = _shape(row), FRAMEWORKS.get(row["stack"], Framework())
-    data, context = max(1.0, float(row["data"])), _integer(row, "context", 1)
-    global_batch_size, rows = float(row["gbs"]), float(row["mbs"])
-    microbatches = max(1.0, global_batch_size / (rows * data))
+    shape, framework = _shape(row), _framework(row["stack"])
+    context, tensor = _integer(row, "context", 1), _integer(row, "tensor", 1)
     pipeline, chunks = _integer(row, "pipe", 1), max(1, _integer(row, "chunks", 1))
+    data = float(row["data"] or _integer(row, "gpus", 1) / (context * tensor * pipeline))
+    data = max(1.0, data)
+    global_batch_size, rows = float(row["gbs"]), float(row["mbs"] or 1)
+    microbatches = max(1.0, global_batch_size / (rows * data))
     remat, recompute = _REMATS.get(row["remat"], ("none", 0.0))
     weight_shards, strategy = _sharding(row, flags, data, context)
     layout = Layout(
@@ -149,7 +149,7 @@ def read_row(row: Mapping[str, str]) -> PublishedLayout | None:
         batch_shards=data,
         weight_shards=weight_shards,
         strategy=strategy,
-        tensor=_integer(row, "tensor", 1),
+        tensor=tensor,
         context=context,
         expert=_integer(row, "expert", 1),
         pipeline=pipeline,
@@ -157,7 +157,7 @@ def read_row(row: Mapping[str, str]) -> PublishedLayout | None:
         schedule="interleaved" if chunks > 1 else "1f1b",
         remat=remat,
         recompute=recompute,
-        precision=_PRECISIONS[row["precision"]],
+        precision=next(kind for start, kind in _PRECISIONS if row["precision"].startswith(start)),
         sequence_parallel=_integer(row, "seqpar", 0) == 1,
         async_tensor=_integer(row, "async_tp", 0) == 1,
         attention="native" if framework.native_attention else "portable",
@@ -201,6 +201,11 @@ def predict_tokens_per_s(run: PublishedLayout, share: float, constants: Constant
     return run.global_batch_size * run.layout.seq_len / step_s / run.cluster.num_devices
 
 
+def _framework(stack: str) -> Framework:
+    starts = [start for start in FRAMEWORKS if stack.startswith(start)]
+    return FRAMEWORKS[max(starts, key=len)] if starts else Framework()
+
+
 def _integer(row: Mapping[str, str], name: str, default: int) -> int:
     return int(float(row[name])) if row[name] else default
 
@@ -221,10 +226,17 @@ def _sharding(row: Mapping[str, str], flags: set[str], data: float, context: int
 
 
 def _gpu(name: str) -> Gpu:
+    """The GPU of a row; a variant that the catalogue does not know is the GPU that its name starts with."""
     if name == "H100-96-500W":
         gpu = gpu_named("h100")
         return dataclasses.replace(gpu, name=name, memory_bytes=96 * 10**9, memory_bandwidth=2.4e12)
-    return gpu_named(_GPU_NAMES.get(name, name))
+    try:
+        return gpu_named(name)
+    except ConfigError:
+        base, _, variant = name.rpartition("-")
+        if not variant or not base:
+            raise
+        return _gpu(base)
 
 
 def _cluster(row: Mapping[str, str]) -> Cluster:

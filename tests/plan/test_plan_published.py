@@ -95,6 +95,22 @@ def test_constants_are_of_dense_runs_only():
     assert all(0.2 < share < 1 for share in GEMM_SHARE.values())
 
 
+@pytest.mark.parametrize(
+    ("changes", "gpu", "precision", "native"),
+    [
+        ({"gpu": "H100-94-custom", "stack": "nemo-new"}, "H100 SXM", "bfloat16", True),
+        ({"gpu": "L40S", "stack": "unheard-of", "precision": "fp8_block"}, "L40S", "float8", False),
+        ({"mbs": "", "data": "", "precision": "fp16"}, "A100 SXM 80GB", "bfloat16", False),
+    ],
+)
+def test_rows_of_other_kinds_are_read(changes, gpu, precision, native):
+    row = next(row for row in ROWS if row["stack"] == "aleph-alpha" and row["precision"] == "bf16")
+    run = read_row(row | changes)
+    assert (run.cluster.gpu.name, run.layout.precision, run.framework.native_attention) == (gpu, precision, native)
+    assert run.layout.num_devices == int(row["gpus"])
+    assert predict_tokens_per_s(run, 0.5) > 0
+
+
 def test_experts_fold_into_the_data_axis():
     row = next(row for row in ROWS if int(row["expert"]) > 1 and int(row["pipe"]) == 1)
     run = read_row(row)
