@@ -10,7 +10,7 @@ from jaxpar.plan.plots import Part, ranked_bars, stacked_bar
 from jaxpar.plan.search import mesh_words
 
 _STYLE = """
-body { font-family: sans-serif; max-width: 820px; margin: 2em auto; padding: 0 1em; color: #222; }
+body { font-family: sans-serif; max-width: 900px; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; margin: 0.5em 0; }
 td, th { padding: 0.2em 0.8em 0.2em 0; text-align: left; vertical-align: top; font-size: 0.9em; }
 td.n, th.n { text-align: right; }

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#bab0ac")
 
-_WIDTH = 760
-_LEFT = 210
-_RIGHT = 110
+_WIDTH = 860
+_LEFT = 310
+_RIGHT = 170
 _BAR = 24
 
 
@@ -87,7 +87,7 @@ def log_scatter(
         inside = [max(end, ends[0] / factor) if factor < 1 else min(end, ends[1] / factor) for end in ends]
         line = " ".join(point(x, x * factor) for x in inside)
         shapes.append(f'<polyline points="{line}" fill="none" stroke="#555"{style}/>')
-    for power in range(math.ceil(low), math.floor(high) + 1):
+    for power in range(math.floor(low), math.floor(high) + 1):
         for step in (1, 2, 5):
             value = step * 10.0**power
             if ends[0] <= value <= ends[1]:
