@@ -1,6 +1,8 @@
 """Memory: the ZeRO paper's table, the compiler's peak of the 8B program, published sizes, and properties."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,14 @@ from hypothesis import strategies as st
 
 from jaxpar.config import PRESETS
 from jaxpar.plan.layout import RECOMPUTE, Layout, mesh_layout
-from jaxpar.plan.memory import StateBytes, microbatches_in_flight, state_memory, training_memory
+from jaxpar.plan.memory import (
+    BFLOAT16_STATE,
+    FLOAT32_STATE,
+    StateBytes,
+    microbatches_in_flight,
+    state_memory,
+    training_memory,
+)
 from jaxpar.plan.shape import shape_of
 
 GIB = 2**30
@@ -42,6 +51,34 @@ def test_zero_table(params, shards, published):
 def test_float32_state_of_public_models(preset, shards, gib):
     shape = shape_of(PRESETS[preset].model)
     assert sum(state_memory(shape.total_params, shards, "full")) / GIB == pytest.approx(gib, abs=0.01)
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+"""Layouts that the trainer itself gives every array of its state, with bytes per device."""
+STATES = [
+    ("llama-3.1-8b", "llama-3.1-8b_fsdp8"), ("llama-3.1-8b", "llama-3.1-8b_data2_fsdp4"),
+    ("llama-3.1-8b", "llama-3.1-8b_fsdp4_tensor2"), ("llama-3.1-8b", "llama-3.1-8b_bfloat16_data8"),
+    ("qwen3-8b", "qwen3-8b_data2_fsdp2_tensor2"), ("qwen2.5-0.5b", "qwen2.5-0.5b_fsdp4_tensor2"),
+    ("tiny-bytes", "config_quickstart"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "golden"), STATES)
+def test_state_is_that_of_the_trainer_to_the_byte(preset, golden):
+    header, _, *rows = (GOLDEN / f"{golden}.txt").read_text(encoding="utf-8").splitlines()
+    mesh = dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1)
+    mesh |= {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", header)}
+    held = {"params": 0, "optimizer": 0}
+    for part, size in ((row.split(".")[0], row.split()[-1]) for row in rows):
+        if part in held:
+            held[part] += int(size.replace(",", ""))
+    state = BFLOAT16_STATE if "bfloat16" in golden else FLOAT32_STATE
+    layout = mesh_layout(mesh, global_batch_size=64, seq_len=256)
+    planned = training_memory(shape_of(PRESETS[preset].model), layout, device_bytes=0, state=state)
+    # Query, key and value biases are split by the tensor axis, and planned as whole: 0.02% of the smallest Qwen.
+    exact = 3e-4 if preset.startswith("qwen2") else 1e-9
+    assert held["params"] == pytest.approx(planned.params, rel=exact)
+    assert held["optimizer"] == pytest.approx(planned.optimizer, rel=exact, abs=64)
 
 
 # (devices, rows, remat, chunks of the head, peak GiB that the CUDA compiler reports), llama-3.1-8b, 8192 tokens a row.
