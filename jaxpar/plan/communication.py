@@ -218,13 +218,14 @@ def _sharded_weights(
     if layout.strategy == "full":
         # Per microbatch: weights before the forward pass, again before the backward pass, gradients after it. The
         # three share one queue, so that what does not fit beside the computation of the whole stage delays it.
-        both = 2 * gather + scatter
+        m, both = layout.microbatches, 2 * gather + scatter
         exposed = _hidden(both, stage.total_s, constants) / both if both else 0.0
-        m = layout.microbatches
-        first = 2 * gather / 2 / max(1.0, stage.blocks) / m
-        yield row("all-gather", "weights", 2 * m, _value_bytes(layout), gather, exposed * gather + first / 2)
+        # Nothing runs yet beside the very first block's gather.
+        first = gather / max(1.0, stage.blocks) / (2 * m)
+        yield row("all-gather", "weights", 2 * m, _value_bytes(layout), gather, exposed * gather + first)
         yield row("reduce-scatter", "gradients", m, GRADIENT_BYTES, scatter, exposed * scatter)
         return
+    # Weights once per step, beside the forward pass; gradients per microbatch (grads) or once (optimizer).
     times = layout.microbatches if layout.strategy == "grads" else 1
     hidden = _hidden(scatter, stage.backward_s, constants)
     yield row("reduce-scatter", "gradients", times, GRADIENT_BYTES, scatter, hidden)

@@ -8,6 +8,7 @@ tokens per second, one entry per mesh.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -129,38 +130,39 @@ def _data_splits(
 
 def _settings(task: Task, mesh: dict[str, int], strategies: Sequence[Strategy]) -> Iterator[tuple[Layout, Memory]]:
     """Layouts of a mesh that fit with a margin, and what they take."""
+    if mesh["fsdp"] * mesh["expert"] * mesh["context"] == 1:
+        strategies = strategies[:1]
+    for (schedule, chunks), strategy, remat in itertools.product(
+        _schedules(task, mesh["pipeline"]), strategies, REMATS
+    ):
+        found = _fitting(task, mesh, strategy=strategy, remat=remat, schedule=schedule, chunks=chunks)
+        # Without a pipeline more microbatches only cost: more gathers, smaller products.
+        yield from itertools.islice(found, 1) if mesh["pipeline"] == 1 else found
+
+
+def _fitting(task: Task, mesh: dict[str, int], **settings: object) -> Iterator[tuple[Layout, Memory]]:
+    """The layouts of some settings that fit with a margin, the fewest microbatches first."""
     rows = task.global_batch_size // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
     most = rows if mesh["pipeline"] == 1 else MAX_MICROBATCHES_PER_STAGE * mesh["pipeline"]
     limit = (1 - SAFE_MARGIN) * task.cluster.gpu.memory_bytes
-    if mesh["fsdp"] * mesh["expert"] * mesh["context"] == 1:
-        strategies = strategies[:1]
-    for schedule, chunks in _schedules(task, mesh["pipeline"]):
-        for strategy in strategies:
-            for remat in REMATS:
-                for microbatches in _divisors(rows, most):
-                    if schedule_objection(task.shape, mesh, schedule, chunks, microbatches):
-                        continue
-                    layout = mesh_layout(
-                        mesh,
-                        global_batch_size=task.global_batch_size,
-                        seq_len=task.seq_len,
-                        microbatches=microbatches,
-                        remat=remat,
-                        strategy=strategy,
-                        schedule=schedule,
-                        chunks=chunks,
-                        precision=task.precision,
-                    )
-                    memory = memory_of(task, layout)
-                    if memory.total_bytes > limit:
-                        continue
-                    yield layout, memory
-                    # Without a pipeline more microbatches only cost: more gathers of smaller products.
-                    if mesh["pipeline"] == 1:
-                        break
+    for microbatches in _divisors(rows, most):
+        if schedule_objection(task.shape, mesh, settings["schedule"], settings["chunks"], microbatches):
+            continue
+        layout = mesh_layout(
+            mesh,
+            global_batch_size=task.global_batch_size,
+            seq_len=task.seq_len,
+            microbatches=microbatches,
+            precision=task.precision,
+            **settings,
+        )
+        memory = memory_of(task, layout)
+        if memory.total_bytes <= limit:
+            yield layout, memory
 
 
 def _schedules(task: Task, pipeline: int) -> list[tuple[str, int]]:
+    """(schedule, chunks); gpipe is idle as long as 1f1b, and keeps more."""
     if pipeline == 1:
         return [("1f1b", 1)]
     per_stage = task.shape.num_layers // pipeline
@@ -305,7 +307,7 @@ def why_not(task: Task, famous: Famous, ranked: Sequence[Evaluation]) -> str:
         return f"tensor {mesh['tensor']} leaves the domain of {task.cluster.domain_size} GPUs with fast links"
     strategies = STRATEGIES if famous.strategy is None else (famous.strategy,)
     fitting = [evaluate(task, layout, memory) for layout, memory in _settings(task, mesh, strategies)]
-    if fitting:
+    if fitting and ranked:
         return slower_because(ranked[0], max(fitting, key=_speed))
     tried = _smallest(task, mesh)
     if tried is None:
