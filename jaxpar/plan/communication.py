@@ -199,7 +199,9 @@ def _sharded_weights(
     share, expert_share = (shards - 1) / shards, (expert_shards - 1) / expert_shards
     elements = dense * share + experts * expert_share
     one_byte = dense * share / bandwidth + experts * expert_share / expert_bandwidth
-    gather, scatter = one_byte * _value_bytes(layout), one_byte * GRADIENT_BYTES
+    # One ring per block: the first bytes pass every member before the last ones have arrived.
+    ring_s = constants.hop_s * (shards - 1) * stage.blocks
+    gather, scatter = one_byte * _value_bytes(layout) + ring_s, one_byte * GRADIENT_BYTES + ring_s
     arrays = 7 * stage.blocks
 
     def row(op: str, what: str, times: float, nbytes: int, seconds: float, exposed: float) -> Collective:

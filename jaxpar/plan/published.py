@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.plan.catalogue import Gpu, gpu_named
-from jaxpar.plan.efficiency import CONSTANTS, Constants
+from jaxpar.plan.efficiency import CONSTANTS, Constants, error_class
 from jaxpar.plan.layout import Layout, Precision, Remat, Strategy
 from jaxpar.plan.shape import PUBLIC_SHAPES, ModelShape
 from jaxpar.plan.time import StepTime, step_time
@@ -104,7 +104,6 @@ class PublishedLayout:
     cluster: Cluster
     layout: Layout
     global_batch_size: float
-    microbatches: float
     framework: Framework
     is_eager: bool
     """Nothing is fused between matrix products."""
@@ -113,10 +112,7 @@ class PublishedLayout:
     @property
     def error_class(self) -> str:
         """dense_short, dense_long_or_blackwell or moe."""
-        if self.shape.num_experts:
-            return "moe"
-        is_blackwell = self.cluster.gpu.name.startswith(("B", "GB"))
-        return "dense_long_or_blackwell" if is_blackwell or self.layout.seq_len > 16384 else "dense_short"
+        return error_class(self.cluster.gpu.name, self.layout.seq_len, is_moe=self.shape.num_experts > 0)
 
     @property
     def efficiency_key(self) -> tuple[str, str]:
@@ -174,7 +170,6 @@ def read_row(row: Mapping[str, str]) -> PublishedLayout | None:
         cluster=_cluster(row),
         layout=layout,
         global_batch_size=global_batch_size,
-        microbatches=microbatches,
         framework=framework,
         is_eager="eager" in flags,
         has_fused_norms="no_rms_kernel" not in flags,
