@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,8 +21,23 @@ Progress = Callable[[int], None]
 COPIES_OF_A_SLAB = 6
 """What a slab takes at worst, in slabs: as read, in flight, hashed, converted, being written."""
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+
 MAX_SLAB_BYTES = 256 * 2**20
 """Bigger slabs make nothing faster."""
+
+
+def give_back_freed_memory() -> None:
+    """Makes the C library return big blocks to the system as soon as they are freed.
+
+    glibc raises the size from which it does so with every block that is freed, up to 32 MiB, and keeps smaller ones in
+    an arena per thread: a copy with slabs of 40 MB grew to three times what it held (1.1 GB checkpoint, glibc 2.36).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**18)
+        mallopt(_M_TRIM_THRESHOLD, 2**20)
 
 
 def slab_bytes_within(max_memory: int) -> int:
@@ -30,6 +46,7 @@ def slab_bytes_within(max_memory: int) -> int:
     Raises:
         CheckpointError: The process without any slab needs most of that; says what would do.
     """
+    give_back_freed_memory()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     reserve = resident + 128 * 2**20  # index caches, compiled hash functions
     slab = (max_memory - reserve) // COPIES_OF_A_SLAB

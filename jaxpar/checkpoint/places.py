@@ -17,7 +17,12 @@ def locate(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
 
     Args:
         path: ``runs/a``, ``runs/a/checkpoints`` or ``runs/a/checkpoints/30``; need not exist.
+
+    Raises:
+        NoCheckpointError: It is on an object store.
     """
+    if "://" in os.fspath(path):
+        raise NoCheckpointError(f"{os.fspath(path)}: object stores are not supported; give a file system path")
     path = Path(path)
     if path.name.isdecimal() and any((path / name).exists() for name in commit.STEP_FILES):
         return path.absolute().parent, int(path.name)

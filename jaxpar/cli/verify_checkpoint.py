@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from jaxpar.checkpoint import commit
+from jaxpar.checkpoint.copying import give_back_freed_memory
 from jaxpar.checkpoint.errors import NoCheckpointError
 from jaxpar.checkpoint.places import locate
 from jaxpar.checkpoint.verify import Verdict, verify_step
@@ -18,6 +19,7 @@ from jaxpar.cli.sizes import readable_bytes
 def verify(path: str, step: int | None, as_json: bool) -> bool:
     """Check every step, or one; print what was found; return whether all is whole."""
     directory, steps = _steps(path, step)
+    give_back_freed_memory()
     verdicts = []
     with bytes_progress() as progress:
         for number in steps:

@@ -174,6 +174,23 @@ def processes_find_each_other(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def paths_are_on_file_systems(facts: Facts) -> Iterator[Problem]:
+    """Object stores are refused by name: a path such as gs://bucket/run would become a local directory "gs:"."""
+    config = facts.config
+    for key, value in (
+        ("run.dir", config.run.dir),
+        ("checkpoint.resume", config.checkpoint.resume),
+        ("model.init_from", config.model.init_from or ""),
+    ):
+        if "://" in value:
+            yield Problem(
+                key=key,
+                value=value,
+                message="object stores are not supported",
+                remedy="give a path on a file system that all processes share, e.g. a mounted bucket",
+            )
+
+
 def run_directory_usable(facts: Facts) -> Iterator[Problem]:
     """A run has a directory of its own."""
     directory = facts.config.run.dir
@@ -189,6 +206,8 @@ def run_directory_usable(facts: Facts) -> Iterator[Problem]:
 def resume_exists(facts: Facts) -> Iterator[Problem]:
     """A checkpoints directory that is named is there."""
     resume = facts.config.checkpoint.resume
+    if "://" in resume:
+        return
     if resume not in _RESUME_WORDS and not Path(resume).is_dir():
         yield Problem(
             key="checkpoint.resume",
@@ -219,7 +238,7 @@ def best_checkpoints_have_a_metric(facts: Facts) -> Iterator[Problem]:
 def init_from_exists(facts: Facts) -> Iterator[Problem]:
     """Weights to start from are there."""
     init_from = facts.config.model.init_from
-    if init_from is None:
+    if init_from is None or "://" in init_from:
         return
     remedy = (
         "hf:DIR with config.json and *.safetensors, or jaxpar:DIR of a run, its checkpoints or one step; "

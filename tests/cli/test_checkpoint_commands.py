@@ -125,6 +125,7 @@ def test_an_interrupted_save_is_no_damage(copy, jaxpar):
         (("verify-checkpoint", "nothing/here"), "nothing/here does not exist"),
         (("inspect", "{run}", "--step", "7"), "has no step 7; steps: 10, 20"),
         (("verify-checkpoint", "{run}", "--step", "7"), "has no step 7; steps: 10, 20"),
+        (("inspect", "gs://bucket/run"), "gs://bucket/run: object stores are not supported"),
         (("reshard", "nothing/here", "new"), "nothing/here does not exist"),
         (("reshard", "{run}", "new", "--step", "7"), "step 7 .*does not exist; complete steps: 10, 20"),
     ],

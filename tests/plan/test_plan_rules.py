@@ -252,6 +252,8 @@ def test_data_source_and_paths():
         (['run.dir=""'], "run.dir", "no directory"),
         (["model.init_from=jaxpar:runs/x"], "model.init_from", "there is no checkpoint"),
         (["model.init_from=weights.bin"], "model.init_from", "not a source"),
+        (["run.dir=gs://bucket/run"], "run.dir", "object stores are not supported"),
+        (["checkpoint.resume=s3://bucket/run"], "checkpoint.resume", "object stores are not supported"),
         (["model.init_from=hf:missing"], "model.init_from", "no such directory"),
     ],
 )

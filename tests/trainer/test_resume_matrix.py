@@ -69,6 +69,42 @@ def test_parameters_moments_and_count_are_bit_equal_on_every_mesh_and_number_of_
     assert [a.sharding for a in jax.tree.leaves((state.params, state.optimizer))] == [t.sharding for t in targets]
 
 
+def test_a_tied_weight_is_stored_once_and_moves_between_tensor_sizes(tmp_path):
+    """With its one set of moments; five times, as the order of names must not matter."""
+    rng = np.random.default_rng(0)
+
+    def tied(tensor: int) -> Program:
+        config = tiny(Path("unused"), model={"tie_embeddings": True}, runtime={"cpu_devices": 0})
+        config = dataclasses.replace(config, mesh=MeshConfig(tensor=tensor))
+        return Program.build(resolve(config, num_devices=tensor), jax.devices()[:tensor])
+
+    program = tied(4)
+    sections = {name: getattr(program.abstract_state, name) for name in resume.SECTIONS}
+    shapes = resume.stored_shapes(program, sections)
+
+    def filled(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        values = np.asarray(rng.standard_normal(leaf.shape) * 9).astype(leaf.dtype)
+        return jax.device_put(values, leaf.sharding)
+
+    state = jax.tree_util.tree_map_with_path(filled, sections)
+    for attempt in range(5):
+        with Store(tmp_path / str(attempt)) as store:
+            metadata = {"position": {"epoch": 0, "offset": 0}, "tokens_seen": 0}
+            store.save(attempt, state, metadata, stored_shapes=shapes)
+            store.wait()
+            names = store.leaves(attempt)
+            assert "params/head" not in names
+            assert sum("embedding" in name for name in names) == 3  # itself, mu, nu
+            for tensor in (2, 1):
+                restored, _ = resume.restore(store, attempt, tied(tensor))
+                got = jax.tree.leaves((restored.params, restored.optimizer))
+                want = jax.tree.leaves((state["params"], state["optimizer"]))
+                vocab = program.config.model.vocab_size
+                for a, b in zip(got, want, strict=True):
+                    a, b = (np.asarray(x)[:vocab] if x.shape[:1] == (152,) else np.asarray(x) for x in (a, b))
+                    assert np.array_equal(a, b)
+
+
 # --- whole runs, in processes of their own ----------------------------------------------------------------------------
 
 LEGS = {
