@@ -7,6 +7,7 @@ import sys
 import typer
 
 from jaxpar.cli.config import config
+from jaxpar.cli.data import data
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.train import EPILOG, train
 from jaxpar.config import ConfigError
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
+app.add_typer(data, name="data")
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     except Exception as error:
-        if type(error).__name__ not in ("RunFailed", "StartError", "CheckpointError"):
+        if type(error).__name__ not in ("RunFailed", "StartError", "CheckpointError", "StoreError"):
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILED)

@@ -150,9 +150,9 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def _pack(documents: Sequence[np.ndarray], config: DataConfig, tokenizer: Tokenizer) -> TokenDataset:
-    tokens, offsets = concatenate_documents(documents)
-    content = hashlib.sha256(offsets.astype("<i8").tobytes())
-    content.update(tokens.astype("<i4", copy=False))
+    shard = concatenate_documents(documents)
+    content = hashlib.sha256(np.append(0, shard.ends).astype("<i8").tobytes())
+    content.update(shard.tokens.astype("<i4", copy=False))
     identity = {
         "source": "text",
         "content": content.hexdigest(),
@@ -160,7 +160,7 @@ def _pack(documents: Sequence[np.ndarray], config: DataConfig, tokenizer: Tokeni
         "pack": config.pack,
         "seq_len": config.seq_len,
     }
-    return TokenDataset(PackedRows(tokens, offsets, config.seq_len, pack=config.pack), identity)
+    return TokenDataset(PackedRows([shard], config.seq_len, pack=config.pack), identity)
 
 
 def _check_fills_a_row(num_tokens: int, num_rows: int, config: DataConfig) -> None:
