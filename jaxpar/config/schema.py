@@ -17,6 +17,9 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BYTE_VOCAB_SIZE = 257
 """Ids of the ``bytes`` tokenizer: one per byte and one for the end of a document."""
 
+TOKENIZED_SOURCES = ("store", "tokens")
+"""Values of data.source that are token ids already; data.tokenizer then need not say whose."""
+
 _SECTION = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 # Strict: "8", 8.0 and true are not integers, 1 is not a boolean; an integer is a float.
@@ -129,13 +132,19 @@ class PipelineConfig:
 class DataConfig:
     """What is trained on, and how it becomes rows of seq_len tokens."""
 
-    source: Literal["synthetic", "text"] = "synthetic"
-    """synthetic: reproducible random rows, for tests and benchmarks. text: the files of data.paths."""
+    source: Literal["synthetic", "text", "store", "tokens"] = "synthetic"
+    """synthetic: reproducible random rows, for tests and benchmarks. text: the files of data.paths. store: directories
+    that `jaxpar data prepare` has written. tokens: files of token ids, .bin or .npy, memory-mapped."""
     paths: tuple[str, ...] = ()
-    """Glob patterns of text files, relative to the working directory; "stdlib:*.py" globs in Python's own standard
-    library."""
+    """Glob patterns of files, relative to the working directory; "stdlib:*.py" globs in Python's own standard library.
+    With source = "store" each is a directory."""
     tokenizer: str = "bytes"
-    """"bytes" (one id per byte, plus an end-of-document id), or the path of a tokenizer.json."""
+    """"bytes" (one id per byte, plus an end-of-document id), or the path of a tokenizer.json. A store names its own;
+    a tokenizer.json given as well must be that one."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the ids in the .bin files of source = "tokens", little-endian."""
+    eod_id: NonNegative | None = None
+    """Id that ends each document in the files of source = "tokens"; absent: that of data.tokenizer."""
     num_samples: Positive = 1024
     """Number of rows of the synthetic source."""
     seq_len: Positive = 256

@@ -2,75 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxpar.config import ConfigError, Problem
 from jaxpar.config.schema import DataConfig
+from jaxpar.data.corpus import Corpus, open_stores, open_token_files
 from jaxpar.data.packing import PackedRows, concatenate_documents
+from jaxpar.data.rows import Datasets, Rows, TokenDataset
 from jaxpar.data.sources import find_files, read_documents
-from jaxpar.data.split import document_scores, held_out, record_scores
+from jaxpar.data.split import document_scores, held_out, record_scores, split_records
+from jaxpar.data.store import read_manifest
 from jaxpar.data.synthetic import SyntheticRows
 from jaxpar.data.tokenizers import Tokenizer, load_tokenizer
 
-
-class Rows(Protocol):
-    """Rows by index. Reading must be safe from several threads at once, and depend on nothing but the index."""
-
-    seq_len: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenDataset:
-    """Rows by index, with the identity of what they were made from."""
-
-    rows: Rows
-    identity: Mapping[str, str | int | bool]
-    """What decides the rows: content, tokenizer, packing, seq_len. A resumed run can name the part that has changed."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns row ``i``: the arrays of ``jaxpar.data.packing.ROW_DTYPES``, each ``[seq_len]``."""
-        return self.rows[i]
-
-    @property
-    def seq_len(self) -> int:
-        """Positions per row."""
-        return self.rows.seq_len
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Hash of ``identity``: equal on every process and machine that has the same rows."""
-        return hashlib.sha256(json.dumps(dict(self.identity), sort_keys=True).encode()).hexdigest()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Datasets:
-    """What a run trains and validates on."""
-
-    train: TokenDataset
-    validation: TokenDataset | None
-    """None when ``data.validation_fraction`` is 0."""
-    vocab_size_of_tokenizer: int
-    """Every token id of the rows is below this; what ``model.vocab_size = 0`` stands for."""
-    num_documents: int
-    """Documents of both splits (synthetic: rows)."""
-    num_tokens: int
-    """Tokens of both splits, end-of-document tokens included."""
-    notes: list[str]
-    """What the user should be told: sizes, skipped files, the split."""
+__all__ = ["Datasets", "Rows", "TokenDataset", "load_dataset", "tokenizer_vocab_size"]
 
 
 def load_dataset(config: DataConfig, *, vocab_size: int, seed: int) -> Datasets:
@@ -84,15 +32,37 @@ def load_dataset(config: DataConfig, *, vocab_size: int, seed: int) -> Datasets:
     Raises:
       ConfigError: no file matches, a file or the tokenizer cannot be read, a token id is outside the vocabulary, the
         training split does not fill one row, or the documents cannot be split.
+      StoreError: a store is damaged.
     """
     if config.source == "synthetic":
         return _load_synthetic(config, vocab_size or load_tokenizer(config.tokenizer).vocab_size, seed)
+    if config.source == "store":
+        return _rows_of(open_stores(config), config, vocab_size)
+    if config.source == "tokens":
+        return _rows_of([open_token_files(config, vocab_size)], config, vocab_size)
     tokenizer = load_tokenizer(config.tokenizer)
-    if vocab_size and tokenizer.vocab_size > vocab_size:
-        message = f"the tokenizer ({config.tokenizer}) has ids up to {tokenizer.vocab_size - 1}"
-        remedy = f"set model.vocab_size to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's"
-        raise ConfigError([Problem(key="model.vocab_size", value=vocab_size, message=message, remedy=remedy)])
+    _check_vocabulary(vocab_size, tokenizer.vocab_size, f"the tokenizer ({config.tokenizer})")
     return _load_text(config, tokenizer)
+
+
+def tokenizer_vocab_size(config: DataConfig) -> int | None:
+    """Returns how many ids the tokenizer of ``config`` has, reading no documents; None if nothing says it.
+
+    Raises:
+      ConfigError: the tokenizer or the store cannot be read.
+    """
+    if config.source == "store":
+        return read_manifest(config.paths[0]).tokenizer["vocab_size"]
+    if config.source == "tokens" and config.tokenizer == "bytes":
+        return None
+    return load_tokenizer(config.tokenizer).vocab_size
+
+
+def _check_vocabulary(vocab_size: int, needed: int, whose: str) -> None:
+    if vocab_size and needed > vocab_size:
+        message = f"{whose} has ids up to {needed - 1}"
+        remedy = f"set model.vocab_size to at least {needed}, or to 0 to take the tokenizer's"
+        raise ConfigError([Problem(key="model.vocab_size", value=vocab_size, message=message, remedy=remedy)])
 
 
 def _load_synthetic(config: DataConfig, vocab_size: int, seed: int) -> Datasets:
@@ -144,6 +114,46 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer) -> Datasets:
         validation=validation if mask.any() else None,
         vocab_size_of_tokenizer=tokenizer.vocab_size,
         num_documents=len(texts),
+        num_tokens=num_tokens,
+        notes=notes,
+    )
+
+
+def _rows_of(corpora: Sequence[Corpus], config: DataConfig, vocab_size: int) -> Datasets:
+    """Rows of documents that are token ids already; nothing is read but where documents end, and their scores."""
+    needed = corpora[0].vocab_size
+    _check_vocabulary(vocab_size, needed, f"the tokenizer of {corpora[0].name}")
+    shards = [shard for corpus in corpora for shard in corpus.shards]
+    scores = [shard.scores for shard in shards if shard.scores is not None]
+    split = split_records(scores, config.validation_fraction)
+    content = "\n".join(corpus.content for corpus in corpora)
+
+    def dataset(side: str) -> TokenDataset:
+        keep = None if split is None else split.trained if side == "train" else split.held_out
+        rows = PackedRows(shards, config.seq_len, pack=config.pack, keep=keep)
+        split_content = f"{content}\n{config.validation_fraction!r} {side}".encode()
+        identity = {
+            "source": f"{config.source} 1",
+            "content": hashlib.sha256(split_content).hexdigest(),
+            "tokenizer": corpora[0].tokenizer,
+            "pack": config.pack,
+            "seq_len": config.seq_len,
+        }
+        return TokenDataset(rows, identity)
+
+    train = dataset("train")
+    validation = None if split is None else dataset("validation")
+    num_documents, num_tokens = (sum(getattr(c, name) for c in corpora) for name in ("num_documents", "num_tokens"))
+    _check_fills_a_row(train.rows.num_pairs + 1, len(train), config)
+    notes = [f"{config.source}: {num_documents:,} documents, {num_tokens:,} tokens, {len(train):,} training rows"]
+    if validation is not None:
+        held = sum(int(split.held_out(part).sum()) for part in scores)
+        notes.append(f"validation: {held:,} of {num_documents:,} documents, {len(validation):,} rows")
+    return Datasets(
+        train=train,
+        validation=validation,
+        vocab_size_of_tokenizer=needed,
+        num_documents=num_documents,
         num_tokens=num_tokens,
         notes=notes,
     )

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from jaxpar.config import ConfigError, Problem
-from jaxpar.data.dataset import Rows
 from jaxpar.data.order import PADDED, GlobalOrder, LastBatch, Position
 from jaxpar.data.packing import ROW_DTYPES, empty_row
+from jaxpar.data.rows import Rows
 
 Index = tuple[slice, ...]
 

@@ -34,8 +34,8 @@ def values_of(key):
     """Any value that a key accepts."""
     if key.choices:
         return st.sampled_from(key.choices)
-    if key.name == "train.stop_at":
-        return st.integers(1, 2**63 - 1)
+    if key.optional and key.accepted.startswith("an integer"):
+        return st.integers(int(key.accepted.rpartition(" ")[2]), 2**63 - 1)
     if key.takes_text:
         return st.text(max_size=12)
     if isinstance(key.default, bool):
