@@ -145,6 +145,12 @@ class DataConfig:
     """Type of the ids in the .bin files of source = "tokens", little-endian."""
     eod_id: NonNegative | None = None
     """Id that ends each document in the files of source = "tokens"; absent: that of data.tokenizer."""
+    weights: tuple[Annotated[FiniteFloat, Field(gt=0)], ...] = ()
+    """Shares of the rows that each of data.paths gives (store, tokens), exact by the index of the sample; only their
+    ratios matter. Empty: the rows of all paths are one dataset."""
+    repeat: Bool = True
+    """Whether rows come again, in another order, once all of their source have come (with data.weights each source has
+    epochs of its own); false refuses a run with more steps than there are rows for."""
     num_samples: Positive = 1024
     """Number of rows of the synthetic source."""
     seq_len: Positive = 256

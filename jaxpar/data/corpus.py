@@ -84,6 +84,15 @@ def _check_one_tokenizer(config: DataConfig, tokenizers: dict[str, dict]) -> Non
         raise ConfigError(problems)
 
 
+def open_token_corpora(config: DataConfig, vocab_size: int) -> list[Corpus]:
+    """Opens the files of ``data.paths``: as one corpus, or as one per path if ``data.weights`` are given.
+
+    Arguments and errors are those of ``open_token_files``.
+    """
+    groups = [(path,) for path in config.paths] if config.weights else [config.paths]
+    return [open_token_files(dataclasses.replace(config, paths=paths), vocab_size) for paths in groups]
+
+
 def open_token_files(config: DataConfig, vocab_size: int) -> Corpus:
     """Opens the ``.bin`` and ``.npy`` files of ``data.paths`` as one corpus; reads each once, to find the documents.
 

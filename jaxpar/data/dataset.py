@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpar.config import ConfigError, Problem
 from jaxpar.config.schema import DataConfig
-from jaxpar.data.corpus import Corpus, open_stores, open_token_files
+from jaxpar.data.corpus import open_stores, open_token_corpora
+from jaxpar.data.corpus_rows import check_fills_a_row, check_vocabulary, load_corpora
 from jaxpar.data.packing import PackedRows, concatenate_documents
 from jaxpar.data.rows import Datasets, Rows, TokenDataset
 from jaxpar.data.sources import find_files, read_documents
-from jaxpar.data.split import document_scores, held_out, record_scores, split_records
+from jaxpar.data.split import document_scores, held_out, record_scores
 from jaxpar.data.store import read_manifest
 from jaxpar.data.synthetic import SyntheticRows
 from jaxpar.data.tokenizers import Tokenizer, load_tokenizer
@@ -37,11 +37,11 @@ def load_dataset(config: DataConfig, *, vocab_size: int, seed: int) -> Datasets:
     if config.source == "synthetic":
         return _load_synthetic(config, vocab_size or load_tokenizer(config.tokenizer).vocab_size, seed)
     if config.source == "store":
-        return _rows_of(open_stores(config), config, vocab_size)
+        return load_corpora(open_stores(config), config, vocab_size)
     if config.source == "tokens":
-        return _rows_of([open_token_files(config, vocab_size)], config, vocab_size)
+        return load_corpora(open_token_corpora(config, vocab_size), config, vocab_size)
     tokenizer = load_tokenizer(config.tokenizer)
-    _check_vocabulary(vocab_size, tokenizer.vocab_size, f"the tokenizer ({config.tokenizer})")
+    check_vocabulary(vocab_size, tokenizer.vocab_size, f"the tokenizer ({config.tokenizer})")
     return _load_text(config, tokenizer)
 
 
@@ -56,13 +56,6 @@ def tokenizer_vocab_size(config: DataConfig) -> int | None:
     if config.source == "tokens" and config.tokenizer == "bytes":
         return None
     return load_tokenizer(config.tokenizer).vocab_size
-
-
-def _check_vocabulary(vocab_size: int, needed: int, whose: str) -> None:
-    if vocab_size and needed > vocab_size:
-        message = f"{whose} has ids up to {needed - 1}"
-        remedy = f"set model.vocab_size to at least {needed}, or to 0 to take the tokenizer's"
-        raise ConfigError([Problem(key="model.vocab_size", value=vocab_size, message=message, remedy=remedy)])
 
 
 def _load_synthetic(config: DataConfig, vocab_size: int, seed: int) -> Datasets:
@@ -104,7 +97,7 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer) -> Datasets:
     validation_documents = [document for document, out in zip(documents, mask, strict=True) if out]
     train = _pack(training_documents, config, tokenizer)
     validation = _pack(validation_documents, config, tokenizer)
-    _check_fills_a_row(sum(map(len, training_documents)), len(train), config)
+    check_fills_a_row(sum(map(len, training_documents)), len(train), config)
     num_tokens = sum(map(len, documents))
     notes.insert(0, f"text: {len(texts):,} documents, {num_tokens:,} tokens, {len(train):,} training rows")
     if mask.any():
@@ -114,46 +107,6 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer) -> Datasets:
         validation=validation if mask.any() else None,
         vocab_size_of_tokenizer=tokenizer.vocab_size,
         num_documents=len(texts),
-        num_tokens=num_tokens,
-        notes=notes,
-    )
-
-
-def _rows_of(corpora: Sequence[Corpus], config: DataConfig, vocab_size: int) -> Datasets:
-    """Rows of documents that are token ids already; nothing is read but where documents end, and their scores."""
-    needed = corpora[0].vocab_size
-    _check_vocabulary(vocab_size, needed, f"the tokenizer of {corpora[0].name}")
-    shards = [shard for corpus in corpora for shard in corpus.shards]
-    scores = [shard.scores for shard in shards if shard.scores is not None]
-    split = split_records(scores, config.validation_fraction)
-    content = "\n".join(corpus.content for corpus in corpora)
-
-    def dataset(side: str) -> TokenDataset:
-        keep = None if split is None else split.trained if side == "train" else split.held_out
-        rows = PackedRows(shards, config.seq_len, pack=config.pack, keep=keep)
-        split_content = f"{content}\n{config.validation_fraction!r} {side}".encode()
-        identity = {
-            "source": f"{config.source} 1",
-            "content": hashlib.sha256(split_content).hexdigest(),
-            "tokenizer": corpora[0].tokenizer,
-            "pack": config.pack,
-            "seq_len": config.seq_len,
-        }
-        return TokenDataset(rows, identity)
-
-    train = dataset("train")
-    validation = None if split is None else dataset("validation")
-    num_documents, num_tokens = (sum(getattr(c, name) for c in corpora) for name in ("num_documents", "num_tokens"))
-    _check_fills_a_row(train.rows.num_pairs + 1, len(train), config)
-    notes = [f"{config.source}: {num_documents:,} documents, {num_tokens:,} tokens, {len(train):,} training rows"]
-    if validation is not None:
-        held = sum(int(split.held_out(part).sum()) for part in scores)
-        notes.append(f"validation: {held:,} of {num_documents:,} documents, {len(validation):,} rows")
-    return Datasets(
-        train=train,
-        validation=validation,
-        vocab_size_of_tokenizer=needed,
-        num_documents=num_documents,
         num_tokens=num_tokens,
         notes=notes,
     )
@@ -171,17 +124,3 @@ def _pack(documents: Sequence[np.ndarray], config: DataConfig, tokenizer: Tokeni
         "seq_len": config.seq_len,
     }
     return TokenDataset(PackedRows([shard], config.seq_len, pack=config.pack), identity)
-
-
-def _check_fills_a_row(num_tokens: int, num_rows: int, config: DataConfig) -> None:
-    """Refuses training data that is less than a row: a mistake in the paths or in seq_len, not a corpus."""
-    needed = config.seq_len + 1 if config.pack else 2
-    if num_rows and num_tokens >= needed:
-        return
-    remedy = "give more text"
-    if config.pack and num_tokens > 1:
-        remedy += f", lower data.seq_len to at most {num_tokens - 1}, or set data.pack = false"
-    message = f"the training documents have {num_tokens} tokens, and one row needs seq_len + 1 = {needed}"
-    if not config.pack:
-        message = f"the training documents have {num_tokens} tokens and make {num_rows} rows"
-    raise ConfigError([Problem(key="data.seq_len", value=config.seq_len, message=message, remedy=remedy)])

@@ -6,10 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+
+from jaxpar.data.mixture import Mixture, MixtureOrder
+from jaxpar.data.order import GlobalOrder, Order
 
 
 class Rows(Protocol):
@@ -22,6 +25,25 @@ class Rows(Protocol):
     def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
 
 
+class ConcatenatedRows:
+    """The rows of several sources one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]):
+        self.seq_len = parts[0].seq_len
+        self._parts = parts
+        self._starts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns row ``i``: the arrays of ``jaxpar.data.packing.ROW_DTYPES``, each ``[seq_len]``."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        part = int(np.searchsorted(self._starts, i, side="right")) - 1
+        return self._parts[part][i - int(self._starts[part])]
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenDataset:
     """Rows by index, with the identity of what they were made from."""
@@ -29,6 +51,8 @@ class TokenDataset:
     rows: Rows
     identity: Mapping[str, str | int | bool]
     """What decides the rows: content, tokenizer, packing, seq_len. A resumed run can name the part that has changed."""
+    mixture: Mixture | None = None
+    """Sources and proportions where ``data.weights`` are given; the rows are those of the sources in order."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -41,6 +65,12 @@ class TokenDataset:
     def seq_len(self) -> int:
         """Positions per row."""
         return self.rows.seq_len
+
+    def order(self, *, seed: int, shuffle: bool) -> Order:
+        """Returns the global order in which a run trains on the rows."""
+        if self.mixture is not None:
+            return MixtureOrder(self.mixture, seed=seed, shuffle=shuffle)
+        return GlobalOrder(len(self), seed=seed, shuffle=shuffle)
 
     @functools.cached_property
     def fingerprint(self) -> str:

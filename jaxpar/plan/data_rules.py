@@ -5,7 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxpar.config.errors import Problem
+from jaxpar.config.schema import TOKENIZED_SOURCES
 from jaxpar.plan.facts import Facts
+
+
+def weights_match_paths(facts: Facts) -> Iterator[Problem]:
+    """Every path of a mixture has a weight."""
+    data = facts.config.data
+    if data.weights and data.source not in TOKENIZED_SOURCES:
+        yield Problem(
+            key="data.weights",
+            value=data.weights,
+            message=f'data.source = "{data.source}" cannot be mixed',
+            remedy='prepare stores with `jaxpar data prepare` and set data.source="store", or remove data.weights',
+        )
+    elif data.weights and len(data.weights) != len(data.paths):
+        yield Problem(
+            key="data.weights",
+            value=data.weights,
+            message=f"{len(data.weights)} weights do not match {len(data.paths)} data.paths",
+            remedy="give one weight for each path, or none at all",
+        )
 
 
 def end_of_document_known(facts: Facts) -> Iterator[Problem]:

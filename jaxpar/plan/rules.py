@@ -37,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     run_rules.rows_fill_a_batch,
     run_rules.data_paths_match_source,
     data_rules.end_of_document_known,
+    data_rules.weights_match_paths,
     run_rules.tokenizer_exists,
     run_rules.validation_has_data,
     run_rules.steps_in_order,

@@ -41,7 +41,8 @@ def values_of(key):
     if isinstance(key.default, bool):
         return st.booleans()
     if isinstance(key.default, tuple):
-        return st.lists(st.text(max_size=8), max_size=3).map(tuple)
+        items = st.text(max_size=8) if key.accepted == "a list of strings" else st.floats(5e-324, 1e300)
+        return st.lists(items, max_size=3).map(tuple)
     if isinstance(key.default, int):
         return st.integers(bound(key.name, annotated_types.Ge, -(2**63)), 2**63 - 1)
     lowest = bound(key.name, annotated_types.Ge, bound(key.name, annotated_types.Gt, 0.0))
