@@ -132,9 +132,10 @@ class PipelineConfig:
 class DataConfig:
     """What is trained on, and how it becomes rows of seq_len tokens."""
 
-    source: Literal["synthetic", "text", "store", "tokens"] = "synthetic"
+    source: Literal["synthetic", "text", "store", "tokens", "sft"] = "synthetic"
     """synthetic: reproducible random rows, for tests and benchmarks. text: the files of data.paths. store: directories
-    that `jaxpar data prepare` has written. tokens: files of token ids, .bin or .npy, memory-mapped."""
+    that `jaxpar data prepare` has written. tokens: files of token ids, .bin or .npy, memory-mapped. sft: JSONL records
+    {prompt, response} or {messages}, of which only the responses are trained on."""
     paths: tuple[str, ...] = ()
     """Glob patterns of files, relative to the working directory; "stdlib:*.py" globs in Python's own standard library.
     With source = "store" each is a directory."""
@@ -145,6 +146,11 @@ class DataConfig:
     """Type of the ids in the .bin files of source = "tokens", little-endian."""
     eod_id: NonNegative | None = None
     """Id that ends each document in the files of source = "tokens"; absent: that of data.tokenizer."""
+    chat_template: str | None = None
+    """How source = "sft" writes messages: the path of a Jinja template, or "chatml". Absent: chat_template.jinja or
+    tokenizer_config.json beside data.tokenizer."""
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What happens to records of source = "sft" that are longer than a row: refused, left out, or cut at its end."""
     weights: tuple[Annotated[FiniteFloat, Field(gt=0)], ...] = ()
     """Shares of the rows that each of data.paths gives (store, tokens), exact by the index of the sample; only their
     ratios matter. Empty: the rows of all paths are one dataset."""
@@ -157,7 +163,7 @@ class DataConfig:
     """Tokens per row that are predicted; rows hold one token more, so that every position has a label."""
     pack: Bool = True
     """Put several documents in one row, isolated from each other in attention, positions and labels; false pads one
-    document per row."""
+    document per row. Documents are cut where a row ends; records of source = "sft" are not."""
     shuffle: Bool = True
     """One seeded permutation of all rows per epoch, the same on every mesh and process count; false keeps the order of
     the files."""

@@ -12,6 +12,7 @@ from jaxpar.data.corpus import open_stores, open_token_corpora
 from jaxpar.data.corpus_rows import check_fills_a_row, check_vocabulary, load_corpora
 from jaxpar.data.packing import PackedRows, concatenate_documents
 from jaxpar.data.rows import Datasets, Rows, TokenDataset
+from jaxpar.data.sft import load_sft
 from jaxpar.data.sources import find_files, read_documents
 from jaxpar.data.split import document_scores, held_out, record_scores
 from jaxpar.data.store import read_manifest
@@ -42,7 +43,7 @@ def load_dataset(config: DataConfig, *, vocab_size: int, seed: int) -> Datasets:
         return load_corpora(open_token_corpora(config, vocab_size), config, vocab_size)
     tokenizer = load_tokenizer(config.tokenizer)
     check_vocabulary(vocab_size, tokenizer.vocab_size, f"the tokenizer ({config.tokenizer})")
-    return _load_text(config, tokenizer)
+    return load_sft(config, tokenizer) if config.source == "sft" else _load_text(config, tokenizer)
 
 
 def tokenizer_vocab_size(config: DataConfig) -> int | None:

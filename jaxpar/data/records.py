@@ -96,6 +96,11 @@ def read_documents_of(part: Part, reading: Reading, skipped: collections.Counter
             skipped["empty"] += 1
 
 
+def open_decompressed(path: str) -> BinaryIO:
+    """Opens a file for reading bytes; one that is named .gz, .bz2 or .xz is decompressed."""
+    return _OPENERS.get(Path(path).suffix, open)(path, "rb")
+
+
 def _format_of(path: str) -> str:
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _OPENERS]
     last = suffixes[-1] if suffixes else ""
@@ -205,8 +210,7 @@ def _text_of(line: bytes, field: str) -> str | ValueError:
 
 
 def _line_number(path: str, position: int) -> int:
-    opener = _OPENERS.get(Path(path).suffix, lambda raw: raw)
-    with open(path, "rb") as raw, opener(raw) as file:
+    with open_decompressed(path) as file:
         return 1 + sum(file.read(min(2**20, position - at)).count(b"\n") for at in range(0, position, 2**20))
 
 

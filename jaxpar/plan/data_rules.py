@@ -44,3 +44,15 @@ def end_of_document_known(facts: Facts) -> Iterator[Problem]:
             message=f'data.source = "{data.source}" has an end-of-document id of its own',
             remedy='remove data.eod_id; it is for data.source = "tokens"',
         )
+
+
+def chat_template_is_used(facts: Facts) -> Iterator[Problem]:
+    """Only fine-tuning writes conversations."""
+    data = facts.config.data
+    if data.chat_template is not None and data.source != "sft":
+        yield Problem(
+            key="data.chat_template",
+            value=data.chat_template,
+            message=f'data.source = "{data.source}" has no conversations to write',
+            remedy='set data.source="sft", or remove data.chat_template',
+        )

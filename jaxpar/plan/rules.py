@@ -38,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     run_rules.data_paths_match_source,
     data_rules.end_of_document_known,
     data_rules.weights_match_paths,
+    data_rules.chat_template_is_used,
     run_rules.tokenizer_exists,
     run_rules.validation_has_data,
     run_rules.steps_in_order,

@@ -91,6 +91,7 @@ _PATHS_EXAMPLES = {
     "text": 'e.g. data.paths=["corpus/*.txt"] or data.paths=["stdlib:*.py"]',
     "store": "give the directories that `jaxpar data prepare` has written",
     "tokens": 'e.g. data.paths=["tokens/*.bin"]',
+    "sft": 'e.g. data.paths=["conversations/*.jsonl"]',
 }
 
 
