@@ -90,7 +90,9 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of ``text``, int32 ``[n]``."""
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+        # The same ids as encode, but without their places in the text: a quarter less time.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, np.int32)
 
     def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of ``text`` and the character of it where each begins, int32 and int64 ``[n]``."""

@@ -76,8 +76,9 @@ def test_ctrl_c_says_how_to_go_on(corpus, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shard_job, "_write_shard", interrupt)
-    result = corpus("data", "prepare", "a.jsonl", "--out", "tokens", "--workers", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_job, "_write_shard", interrupt)
+        result = corpus("data", "prepare", "a.jsonl", "--out", "tokens", "--workers", "1")
     assert result.code == 130
     assert "kept in tokens.partial: the same command goes on" in result.err
-    monkeypatch.undo()
+    assert corpus("data", "prepare", "a.jsonl", "--out", "tokens").code == 0

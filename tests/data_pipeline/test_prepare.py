@@ -149,15 +149,14 @@ def interrupted(monkeypatch, after):
             raise OSError(28, "No space left on device")
         return write(job, report)
 
-    monkeypatch.setattr(shard_job, "_write_shard", fail)
-    with pytest.raises(StoreError, match=r"No space left.*kept in store.partial: the same command goes on"):
-        made("store")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_job, "_write_shard", fail)
+        with pytest.raises(StoreError, match=r"No space left.*kept in store.partial: the same command goes on"):
+            made("store")
 
 
-def test_other_input_does_not_go_on_in_the_same_place(monkeypatch, tmp_path):
+def test_other_input_does_not_go_on_in_the_same_place(monkeypatch):
     interrupted(monkeypatch, 2)
-    os.chdir(tmp_path)
     for fields, what in (
         ({"tokenizer": "tokenizer.json"}, "tokenizer"),
         ({"field": "body"}, "field"),
@@ -171,6 +170,22 @@ def test_other_input_does_not_go_on_in_the_same_place(monkeypatch, tmp_path):
         made("store")
 
 
+def test_an_end_just_before_the_store_gets_its_name_is_made_good(monkeypatch):
+    made("whole")
+
+    def fail(self, target):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(StoreError, match="the same command goes on"):
+            made("store")
+    assert not Path("store").exists()
+    _, counts = made("store")
+    assert all(counts.kept)
+    assert_same("whole", "store")
+
+
 def test_nothing_is_overwritten():
     Path("store").mkdir()
     with pytest.raises(ConfigError, match="never overwritten"):
@@ -178,9 +193,8 @@ def test_nothing_is_overwritten():
     assert not list(Path("store").iterdir())
 
 
-def test_two_processes_do_not_write_one_store(monkeypatch, tmp_path):
+def test_two_processes_do_not_write_one_store(monkeypatch):
     interrupted(monkeypatch, 1)
-    os.chdir(tmp_path)
     with (
         prepare_module._locked(Path("store.partial")),
         pytest.raises(ConfigError, match="another process is writing it"),

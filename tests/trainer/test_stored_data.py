@@ -76,3 +76,14 @@ def test_a_run_that_must_not_repeat_is_refused_with_the_steps_that_there_are_row
     with pytest.raises(ConfigError, match=rf"data.repeat = False.*small has {small} rows.*enough for 10 steps"):
         run(tmp_path / "run", data=data)
     assert run(tmp_path / "run", data=data, train={"stop_at": 2}).outcome.step == 2
+
+
+def test_fine_tuning_counts_the_tokens_of_responses_only(tmp_path):
+    source = tmp_path / "sums.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{i}+1=", "response": f"{i + 1}"}) + "\n" for i in range(40)))
+    data = {"source": "sft", "paths": (str(source),), "tokenizer": str(TOKENIZER)}
+    tuned = run(tmp_path / "run", data=data, train={"stop_at": 2})
+    dataset = load_dataset(DataConfig(**data, seq_len=SEQ_LEN), vocab_size=151, seed=0).train
+    for row in tuned.rows:
+        assert row["tokens"] == sum(int(dataset[i]["weights"].sum()) for i in row["ids"])
+        assert row["tokens"] < sum(int((dataset[i]["segment_ids"] > 0).sum()) for i in row["ids"])
