@@ -47,7 +47,7 @@ def test_every_prefix_has_each_source_within_one_row_of_its_share(weights):
     assert counts[:, period - 1].tolist() == list(shares)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(mixtures, st.integers(0, 3), st.booleans(), st.integers(0, 5), st.integers(1, 120))
 def test_every_row_of_a_source_comes_once_in_each_of_its_epochs(mixture, seed, shuffle, start, count):
     order = MixtureOrder(mixture, seed, shuffle)
@@ -72,7 +72,7 @@ def test_epochs_of_a_source_are_different_permutations_and_sources_have_their_ow
     assert order_of(num_rows=(20, 20), shares=(1, 1), seed=1).rows(0, 120).tolist() != order.rows(0, 120).tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(mixtures, st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=4))
 def test_another_batch_size_goes_on_at_exactly_the_next_sample(mixture, parts):
     # Within a batch, in the middle of epochs, and at their borders alike: there is one index and nothing else.
@@ -97,7 +97,7 @@ def test_resuming_at_borders_and_in_between(stop):
     assert resumed[0][1] == Position(0, 2 * stop)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(mixtures, st.integers(0, 60), st.integers(1, 9), st.integers(0, 12))
 def test_a_run_that_must_not_repeat_ends_where_the_first_source_does(mixture, start, global_batch_size, num_steps):
     order = MixtureOrder(mixture, seed=0, shuffle=True)
