@@ -9,6 +9,7 @@ from __future__ import annotations
 import bz2
 import collections
 import dataclasses
+import functools
 import gzip
 import itertools
 import json
@@ -257,6 +258,7 @@ def _read_parquet(part: Part, reading: Reading, skipped: collections.Counter[str
     return _rows(texts, num_rows, part, reading, skipped)
 
 
+@functools.lru_cache(maxsize=1)
 def _hf_dataset(name: str) -> object:
     words = name.removeprefix(HF_PREFIX).split(":")
     if len(words) not in (2, 3) or not all(words):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar.config import ConfigError
 from jaxpar.config.schema import DataConfig
+from jaxpar.data import corpus as corpus_module
 from jaxpar.data.dataset import load_dataset, tokenizer_vocab_size
 from jaxpar.data.packing import BLOCK
 from jaxpar.data.prepare import Request, prepare
@@ -82,7 +83,8 @@ def save_ids(path, texts, tokenizer, dtype, last_eod=True):
     ("name", "dtype"), [("a.bin", "uint16"), ("a.bin", "uint32"), ("a.npy", "int64"), ("a.npy", "uint16")]
 )
 @pytest.mark.parametrize("pack", [True, False])
-def test_files_of_ids_give_the_rows_of_the_text(name, dtype, pack):
+def test_files_of_ids_give_the_rows_of_the_text(monkeypatch, name, dtype, pack):
+    monkeypatch.setattr(corpus_module, "_CHUNK", 1000)
     tokenizer = load_tokenizer("tokenizer.json")
     save_ids(f"0{name}", TEXTS[:150], tokenizer, dtype)
     save_ids(f"1{name}", TEXTS[150:], tokenizer, dtype)

@@ -214,7 +214,7 @@ def test_a_template_needs_a_package_that_is_named(monkeypatch):
 
 LIKE_CHATML = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n{% endfor %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEMPLATES = [
