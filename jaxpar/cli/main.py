@@ -6,11 +6,11 @@ import sys
 
 import typer
 
+from jaxpar.cli.checkpoints import inspect, reshard, verify_checkpoint
 from jaxpar.cli.config import config
 from jaxpar.cli.data import data
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.train import EPILOG, train
-from jaxpar.config import ConfigError
 
 app = typer.Typer(
     name="jaxpar",
@@ -24,17 +24,29 @@ app = typer.Typer(
 app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.add_typer(data, name="data")
+app.command("inspect")(inspect)
+app.command("verify-checkpoint")(verify_checkpoint)
+app.command("reshard")(reshard)
+
+EXIT_CODES = {
+    "ConfigError": BAD_INPUT,
+    "NoCheckpointError": BAD_INPUT,
+    "CheckpointError": FAILED,
+    "DamagedCheckpointError": FAILED,
+    "RunFailed": FAILED,
+    "StartError": FAILED,
+    "StoreError": FAILED,
+}
+"""Errors whose message is all that a user needs, by name: their modules may need JAX, which is not imported here."""
 
 
 def main() -> None:
     """Run the command and leave with its exit code. What the user can mend is told without a traceback."""
     try:
         app()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
     except Exception as error:
-        if type(error).__name__ not in ("RunFailed", "StartError", "CheckpointError", "StoreError"):
+        code = EXIT_CODES.get(type(error).__name__)
+        if code is None:
             raise
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+        sys.exit(code)

@@ -94,8 +94,9 @@ class ModelConfig:
     """Standard deviation of the initial weights; projections back into the residual stream use
     init_std / sqrt(2 num_layers)."""
     init_from: str | None = None
-    """Start from these weights instead of random ones: "hf:DIR" reads a Hugging Face directory (config.json and
-    safetensors), whose dimensions then need not be given here."""
+    """Start from these weights instead of random ones, at step 0 with an empty optimizer: "hf:DIR" reads a Hugging Face
+    directory (config.json and safetensors), "jaxpar:DIR" a run, its checkpoints or one step. The dimensions then need
+    not be given here."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -262,16 +263,27 @@ class CheckpointConfig:
     """Saving and resuming the whole training state."""
 
     every: NonNegative = 500
-    """Steps between checkpoints; 0: only at the end and on interruption."""
+    """Steps between checkpoints; 0: only at the end, on interruption and by the clock."""
+    every_minutes: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Minutes between checkpoints, whatever the steps; 0: not by the clock. Any save starts the minutes anew."""
     final: Bool = True
-    """Whether a run that ends or is interrupted saves its last step; false with every = 0 writes no checkpoint at
-    all."""
+    """Whether a run that ends or is interrupted saves its last step; false with every = 0 and every_minutes = 0 writes
+    no checkpoint at all."""
     keep: Positive = 3
     """Number of newest checkpoints that are kept."""
+    keep_every: NonNegative = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    keep_best: NonNegative = 0
+    """Number of checkpoints with the lowest best_metric that are kept besides; 0: none."""
+    best_metric: Literal["eval_loss", "loss"] = "eval_loss"
+    """What keep_best compares: the validation loss at the step (steps without one do not compete), or the step's
+    training loss."""
+    verify: Bool = True
+    """Whether arrays that are restored are compared with the checksums that were saved with them."""
     resume: str = "auto"
-    """auto: from the run's newest checkpoint if there is one. never: a run directory with checkpoints is an error.
-    must: none is an error. Else the path of a checkpoints directory, from which a run without checkpoints of its own
-    starts."""
+    """auto: from the run's newest whole checkpoint if there is one. never: a run directory with checkpoints is an
+    error. must: none is an error. Else the path of a run, its checkpoints or one step, from which a run without
+    checkpoints of its own starts."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

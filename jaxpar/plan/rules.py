@@ -45,6 +45,7 @@ RULES: tuple[Rule, ...] = (
     run_rules.processes_find_each_other,
     run_rules.run_directory_usable,
     run_rules.resume_exists,
+    run_rules.best_checkpoints_have_a_metric,
     run_rules.init_from_exists,
 )
 """Every rule, in the order in which its problems are printed."""
@@ -83,7 +84,7 @@ def find_warnings(facts: Facts) -> list[str]:
             f"runtime.coordinator = {runtime.coordinator!r} does nothing: runtime.num_processes is 1",
         ),
         (
-            config.checkpoint.every == 0 and not config.checkpoint.final,
+            not (config.checkpoint.every or config.checkpoint.every_minutes or config.checkpoint.final),
             "checkpoint.every = 0 with checkpoint.final = false: this run writes no checkpoint at all",
         ),
     )

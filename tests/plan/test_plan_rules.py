@@ -275,7 +275,7 @@ def test_the_vocabulary_of_token_ids_is_not_guessed():
         (["checkpoint.resume=missing/dir"], "checkpoint.resume", "no such directory"),
         (["checkpoint.resume=Auto"], "checkpoint.resume", "auto, never, must"),
         (['run.dir=""'], "run.dir", "no directory"),
-        (["model.init_from=jaxpar:runs/x"], "model.init_from", "not yet"),
+        (["model.init_from=jaxpar:runs/x"], "model.init_from", "there is no checkpoint"),
         (["model.init_from=weights.bin"], "model.init_from", "not a source"),
         (["model.init_from=hf:missing"], "model.init_from", "no such directory"),
     ],
