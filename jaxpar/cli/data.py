@@ -72,7 +72,7 @@ def prepare(
     )
     try:
         with _Display(f"{out}") as display:
-            manifest = module.prepare(request, num_workers=workers or os.cpu_count() or 1, progress=display)
+            manifest = module.prepare(request, num_workers=workers or _num_cores(), progress=display)
     except KeyboardInterrupt:
         print(f"interrupted; finished shards are kept in {out}.partial: the same command goes on", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
@@ -99,7 +99,7 @@ def verify(store: Store, as_json: AsJson = False) -> None:
         display.start(len(manifest.shards), size)
         damaged = list(
             module.damaged_parts(
-                store, manifest, num_threads=os.cpu_count() or 1, advance=lambda read: display.advance(read, 0, 0)
+                store, manifest, num_threads=_num_cores(), advance=lambda read: display.advance(read, 0, 0)
             )
         )
     if as_json:
@@ -132,6 +132,11 @@ def inspect(store: Store, as_json: AsJson = False) -> None:
     }
     for name, value in lines.items():
         typer.echo(f"{name:10} {value}")
+
+
+def _num_cores() -> int:
+    """Cores that this process may use, which a scheduler may have made fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _summary(manifest: object) -> dict[str, object]:
