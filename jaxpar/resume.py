@@ -244,6 +244,7 @@ _DATA_KEYS = {
     "tokenizer": "data.tokenizer",
     "pack": "data.pack",
     "seq_len": "data.seq_len",
+    "weights": "data.weights",
     "seed": "run.seed",
     "vocab_size": "model.vocab_size",
 }

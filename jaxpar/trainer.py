@@ -22,7 +22,6 @@ from jaxpar.config.checkpoints import JAXPAR_PREFIX
 from jaxpar.config.huggingface import PREFIX
 from jaxpar.data.dataset import Datasets, load_dataset
 from jaxpar.data.loader import Loader, validation_loader
-from jaxpar.data.order import GlobalOrder
 from jaxpar.events import Progress, RunLog, RunMetrics, StepReport, check_sinks, open_progress
 from jaxpar.hf import hf_params
 from jaxpar.plan.catalogue import find_gpu
@@ -217,9 +216,10 @@ class _Loop:
                 )
             )
         dataset = self.datasets.train
+        self.order = dataset.order(seed=config.run.seed, shuffle=config.data.shuffle)
         self.loader = Loader(
             dataset,
-            order=GlobalOrder(len(dataset), seed=config.run.seed, shuffle=config.data.shuffle),
+            order=self.order,
             position=self.place.position,
             global_batch_size=train.global_batch_size,
             microbatches=train.microbatches,
@@ -228,6 +228,7 @@ class _Loop:
             num_threads=config.data.num_threads,
             prefetch=config.data.prefetch,
             num_steps=max(0, self.last_step - self.place.step),
+            repeat=config.data.repeat,
         )
         stack.callback(self.loader.close)
         for note in self.loader.notes:
@@ -402,6 +403,7 @@ class _Loop:
 
     def _leave(self) -> Outcome:
         """Save the last step, wait until it is on disk, and say where everything is."""
+        self.log.say(self.order.progress(self.place.position))
         self.store.wait()
         checkpoint = self.config.checkpoint
         on_interruption = self.stop and (checkpoint.every or checkpoint.every_minutes)

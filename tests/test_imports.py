@@ -44,12 +44,12 @@ ORDER = (
 SEES_EVENTS = ("events", "trainer", "experiments", "cli")
 """Everything else is handed a progress object: events are never imported sideways."""
 
-LAZY = ("jaxpar", "jaxpar.cli")
-"""Where a module may be imported by name at run time, so that ``--help`` starts without JAX."""
+LAZY = ("jaxpar", "jaxpar.cli", "jaxpar.data")
+"""Where a module may be imported by name at run time, so that ``--help`` and ``data prepare`` start without JAX."""
 
 NO_JAX = ("config", "events", "schedule", "plan")
 """Parts that must work, and start fast, where JAX is not wanted."""
-NO_JAX_MODULES = ("jaxpar", "jaxpar.cli.main", "jaxpar.model.keymap")
+NO_JAX_MODULES = ("jaxpar", "jaxpar.cli.main", "jaxpar.model.keymap", "jaxpar.data.prepare", "jaxpar.data.dataset")
 
 EMPTY_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "misc", "base", "core", "lib"}
 

@@ -8,6 +8,7 @@ import typer
 
 from jaxpar.cli.checkpoints import inspect, reshard, verify_checkpoint
 from jaxpar.cli.config import config
+from jaxpar.cli.data import data
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
 from jaxpar.cli.plan import plan
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
+app.add_typer(data, name="data")
 app.command("inspect")(inspect)
 app.command("verify-checkpoint")(verify_checkpoint)
 app.command("reshard")(reshard)
@@ -36,6 +38,7 @@ EXIT_CODES = {
     "DamagedCheckpointError": FAILED,
     "RunFailed": FAILED,
     "StartError": FAILED,
+    "StoreError": FAILED,
 }
 """Errors whose message is all that a user needs, by name: their modules may need JAX, which is not imported here."""
 

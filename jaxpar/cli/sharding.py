@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.config import Config
-from jaxpar.data.tokenizers import load_tokenizer
+from jaxpar.data.dataset import tokenizer_vocab_size
 from jaxpar.plan.resolve import check, resolve
 from jaxpar.program import Program
 from jaxpar.runtime.start import start
@@ -25,7 +25,7 @@ _PIPED_WIDTH = 160
 def print_sharding(config: Config, as_json: bool) -> None:
     """Print spec and bytes per device of every leaf, and the bytes that are replicated and need not be."""
     check(config)
-    vocab_size = config.model.vocab_size or load_tokenizer(config.data.tokenizer).vocab_size
+    vocab_size = config.model.vocab_size or tokenizer_vocab_size(config.data)
     processes = start(config.runtime)
     plan = resolve(config, num_devices=processes.global_devices, tokenizer_vocab_size=vocab_size)
     program = Program.build(plan)

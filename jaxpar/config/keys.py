@@ -96,8 +96,8 @@ def describe_type(annotation: object, metadata: Iterable[object] = ()) -> str:
     """What a field annotation accepts, in words.
 
     Args:
-        annotation: A type as found in the schema: int, float, str, bool, Literal, Optional, tuple[str, ...] or a
-            nested table, with or without ``Annotated``.
+        annotation: A type as found in the schema: int, float, str, bool, Literal, Optional, tuple[str, ...],
+            tuple[float, ...] or a nested table, with or without ``Annotated``.
         metadata: Constraints that pydantic already took off the annotation.
     """
     constraints = list(metadata)
@@ -110,11 +110,17 @@ def describe_type(annotation: object, metadata: Iterable[object] = ()) -> str:
     if _is_optional(annotation):
         return describe_type(_without_none(annotation), constraints)
     if typing.get_origin(annotation) is tuple:
-        assert typing.get_args(annotation) == (str, ...)
-        return "a list of strings"
+        item, _ = typing.get_args(annotation)
+        return f"a list of {_plural(describe_type(item))}"
     if annotation not in _NOUNS:
         return "a table with " + ", ".join(annotation.__pydantic_fields__)
     return _NOUNS[annotation] + _describe_bounds(constraints)
+
+
+def _plural(described: str) -> str:
+    """Of "a number > 0": "numbers > 0"."""
+    _, noun, *bounds = described.split(" ")
+    return " ".join([f"{noun}s", *bounds])
 
 
 def _describe_bounds(constraints: Iterable[object]) -> str:

@@ -18,7 +18,7 @@ from jaxpar.config.layers import Layer, Setting, merge
 from jaxpar.config.overrides import parse_overrides
 from jaxpar.config.presets import find_preset
 from jaxpar.config.pretrained import contradictions, model_layer, pretrained_layer, replacements
-from jaxpar.config.schema import BYTE_VOCAB_SIZE, Config
+from jaxpar.config.schema import BYTE_VOCAB_SIZE, TOKENIZED_SOURCES, Config
 from jaxpar.config.toml_file import read_toml
 
 _CONFIG = TypeAdapter(Config)
@@ -150,7 +150,7 @@ def _derive(config: Config, sources: dict[str, str]) -> Config:
         sources["model.head_dim"] = "model.embed_dim / model.num_heads"
     if model.expert_mlp_dim != config.model.expert_mlp_dim:
         sources["model.expert_mlp_dim"] = "model.mlp_dim"
-    if model.vocab_size == 0 and config.data.tokenizer == "bytes":
+    if model.vocab_size == 0 and config.data.tokenizer == "bytes" and config.data.source not in TOKENIZED_SOURCES:
         model = dataclasses.replace(model, vocab_size=BYTE_VOCAB_SIZE)
         sources["model.vocab_size"] = 'data.tokenizer = "bytes"'
     return dataclasses.replace(config, model=model)

@@ -17,6 +17,9 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 BYTE_VOCAB_SIZE = 257
 """Ids of the ``bytes`` tokenizer: one per byte and one for the end of a document."""
 
+TOKENIZED_SOURCES = ("store", "tokens")
+"""Values of data.source that are token ids already; data.tokenizer then need not say whose."""
+
 _SECTION = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
 # Strict: "8", 8.0 and true are not integers, 1 is not a boolean; an integer is a float.
@@ -143,20 +146,38 @@ class PipelineConfig:
 class DataConfig:
     """What is trained on, and how it becomes rows of seq_len tokens."""
 
-    source: Literal["synthetic", "text"] = "synthetic"
-    """synthetic: reproducible random rows, for tests and benchmarks. text: the files of data.paths."""
+    source: Literal["synthetic", "text", "store", "tokens", "sft"] = "synthetic"
+    """synthetic: reproducible random rows, for tests and benchmarks. text: the files of data.paths. store: directories
+    that `jaxpar data prepare` has written. tokens: files of token ids, .bin or .npy, memory-mapped. sft: JSONL records
+    {prompt, response} or {messages}, of which only the responses are trained on."""
     paths: tuple[str, ...] = ()
-    """Glob patterns of text files, relative to the working directory; "stdlib:*.py" globs in Python's own standard
-    library."""
+    """Glob patterns of files, relative to the working directory; "stdlib:*.py" globs in Python's own standard library.
+    With source = "store" each is a directory."""
     tokenizer: str = "bytes"
-    """"bytes" (one id per byte, plus an end-of-document id), or the path of a tokenizer.json."""
+    """"bytes" (one id per byte, plus an end-of-document id), or the path of a tokenizer.json. A store names its own;
+    a tokenizer.json given as well must be that one."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Type of the ids in the .bin files of source = "tokens", little-endian."""
+    eod_id: NonNegative | None = None
+    """Id that ends each document in the files of source = "tokens"; absent: that of data.tokenizer."""
+    chat_template: str | None = None
+    """How source = "sft" writes messages: the path of a Jinja template, or "chatml". Absent: chat_template.jinja or
+    tokenizer_config.json beside data.tokenizer."""
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    """What happens to records of source = "sft" that are longer than a row: refused, left out, or cut at its end."""
+    weights: tuple[Annotated[FiniteFloat, Field(gt=0)], ...] = ()
+    """Shares of the rows that each of data.paths gives (store, tokens), exact by the index of the sample; only their
+    ratios matter. Empty: the rows of all paths are one dataset."""
+    repeat: Bool = True
+    """Whether rows come again, in another order, once all of their source have come (with data.weights each source has
+    epochs of its own); false refuses a run with more steps than there are rows for."""
     num_samples: Positive = 1024
     """Number of rows of the synthetic source."""
     seq_len: Positive = 256
     """Tokens per row that are predicted; rows hold one token more, so that every position has a label."""
     pack: Bool = True
     """Put several documents in one row, isolated from each other in attention, positions and labels; false pads one
-    document per row."""
+    document per row. Documents are cut where a row ends; records of source = "sft" are not."""
     shuffle: Bool = True
     """One seeded permutation of all rows per epoch, the same on every mesh and process count; false keeps the order of
     the files."""

@@ -2,75 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpar.config import ConfigError, Problem
 from jaxpar.config.schema import DataConfig
+from jaxpar.data.corpus import open_stores, open_token_corpora
+from jaxpar.data.corpus_rows import check_fills_a_row, check_vocabulary, load_corpora
 from jaxpar.data.packing import PackedRows, concatenate_documents
+from jaxpar.data.rows import Datasets, Rows, TokenDataset
+from jaxpar.data.sft import load_sft
 from jaxpar.data.sources import find_files, read_documents
 from jaxpar.data.split import document_scores, held_out, record_scores
+from jaxpar.data.store import read_manifest
 from jaxpar.data.synthetic import SyntheticRows
 from jaxpar.data.tokenizers import Tokenizer, load_tokenizer
 
-
-class Rows(Protocol):
-    """Rows by index. Reading must be safe from several threads at once, and depend on nothing but the index."""
-
-    seq_len: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenDataset:
-    """Rows by index, with the identity of what they were made from."""
-
-    rows: Rows
-    identity: Mapping[str, str | int | bool]
-    """What decides the rows: content, tokenizer, packing, seq_len. A resumed run can name the part that has changed."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns row ``i``: the arrays of ``jaxpar.data.packing.ROW_DTYPES``, each ``[seq_len]``."""
-        return self.rows[i]
-
-    @property
-    def seq_len(self) -> int:
-        """Positions per row."""
-        return self.rows.seq_len
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Hash of ``identity``: equal on every process and machine that has the same rows."""
-        return hashlib.sha256(json.dumps(dict(self.identity), sort_keys=True).encode()).hexdigest()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Datasets:
-    """What a run trains and validates on."""
-
-    train: TokenDataset
-    validation: TokenDataset | None
-    """None when ``data.validation_fraction`` is 0."""
-    vocab_size_of_tokenizer: int
-    """Every token id of the rows is below this; what ``model.vocab_size = 0`` stands for."""
-    num_documents: int
-    """Documents of both splits (synthetic: rows)."""
-    num_tokens: int
-    """Tokens of both splits, end-of-document tokens included."""
-    notes: list[str]
-    """What the user should be told: sizes, skipped files, the split."""
+__all__ = ["Datasets", "Rows", "TokenDataset", "load_dataset", "tokenizer_vocab_size"]
 
 
 def load_dataset(config: DataConfig, *, vocab_size: int, seed: int) -> Datasets:
@@ -84,15 +33,30 @@ def load_dataset(config: DataConfig, *, vocab_size: int, seed: int) -> Datasets:
     Raises:
       ConfigError: no file matches, a file or the tokenizer cannot be read, a token id is outside the vocabulary, the
         training split does not fill one row, or the documents cannot be split.
+      StoreError: a store is damaged.
     """
     if config.source == "synthetic":
         return _load_synthetic(config, vocab_size or load_tokenizer(config.tokenizer).vocab_size, seed)
+    if config.source == "store":
+        return load_corpora(open_stores(config), config, vocab_size)
+    if config.source == "tokens":
+        return load_corpora(open_token_corpora(config, vocab_size), config, vocab_size)
     tokenizer = load_tokenizer(config.tokenizer)
-    if vocab_size and tokenizer.vocab_size > vocab_size:
-        message = f"the tokenizer ({config.tokenizer}) has ids up to {tokenizer.vocab_size - 1}"
-        remedy = f"set model.vocab_size to at least {tokenizer.vocab_size}, or to 0 to take the tokenizer's"
-        raise ConfigError([Problem(key="model.vocab_size", value=vocab_size, message=message, remedy=remedy)])
-    return _load_text(config, tokenizer)
+    check_vocabulary(vocab_size, tokenizer.vocab_size, f"the tokenizer ({config.tokenizer})")
+    return load_sft(config, tokenizer) if config.source == "sft" else _load_text(config, tokenizer)
+
+
+def tokenizer_vocab_size(config: DataConfig) -> int | None:
+    """Returns how many ids the tokenizer of ``config`` has, reading no documents; None if nothing says it.
+
+    Raises:
+      ConfigError: the tokenizer or the store cannot be read.
+    """
+    if config.source == "store":
+        return read_manifest(config.paths[0]).tokenizer["vocab_size"]
+    if config.source == "tokens" and config.tokenizer == "bytes":
+        return None
+    return load_tokenizer(config.tokenizer).vocab_size
 
 
 def _load_synthetic(config: DataConfig, vocab_size: int, seed: int) -> Datasets:
@@ -134,7 +98,7 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer) -> Datasets:
     validation_documents = [document for document, out in zip(documents, mask, strict=True) if out]
     train = _pack(training_documents, config, tokenizer)
     validation = _pack(validation_documents, config, tokenizer)
-    _check_fills_a_row(sum(map(len, training_documents)), len(train), config)
+    check_fills_a_row(sum(map(len, training_documents)), len(train), config)
     num_tokens = sum(map(len, documents))
     notes.insert(0, f"text: {len(texts):,} documents, {num_tokens:,} tokens, {len(train):,} training rows")
     if mask.any():
@@ -150,9 +114,9 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def _pack(documents: Sequence[np.ndarray], config: DataConfig, tokenizer: Tokenizer) -> TokenDataset:
-    tokens, offsets = concatenate_documents(documents)
-    content = hashlib.sha256(offsets.astype("<i8").tobytes())
-    content.update(tokens.astype("<i4", copy=False))
+    shard = concatenate_documents(documents)
+    content = hashlib.sha256(np.append(0, shard.ends).astype("<i8").tobytes())
+    content.update(shard.tokens.astype("<i4", copy=False))
     identity = {
         "source": "text",
         "content": content.hexdigest(),
@@ -160,18 +124,4 @@ def _pack(documents: Sequence[np.ndarray], config: DataConfig, tokenizer: Tokeni
         "pack": config.pack,
         "seq_len": config.seq_len,
     }
-    return TokenDataset(PackedRows(tokens, offsets, config.seq_len, pack=config.pack), identity)
-
-
-def _check_fills_a_row(num_tokens: int, num_rows: int, config: DataConfig) -> None:
-    """Refuses training data that is less than a row: a mistake in the paths or in seq_len, not a corpus."""
-    needed = config.seq_len + 1 if config.pack else 2
-    if num_rows and num_tokens >= needed:
-        return
-    remedy = "give more text"
-    if config.pack and num_tokens > 1:
-        remedy += f", lower data.seq_len to at most {num_tokens - 1}, or set data.pack = false"
-    message = f"the training documents have {num_tokens} tokens, and one row needs seq_len + 1 = {needed}"
-    if not config.pack:
-        message = f"the training documents have {num_tokens} tokens and make {num_rows} rows"
-    raise ConfigError([Problem(key="data.seq_len", value=config.seq_len, message=message, remedy=remedy)])
+    return TokenDataset(PackedRows([shard], config.seq_len, pack=config.pack), identity)

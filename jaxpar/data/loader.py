@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from jaxpar.config import ConfigError, Problem
-from jaxpar.data.dataset import Rows
-from jaxpar.data.order import PADDED, GlobalOrder, LastBatch, Position
+from jaxpar.data.order import PADDED, GlobalOrder, LastBatch, Order, Position
 from jaxpar.data.packing import ROW_DTYPES, empty_row
+from jaxpar.data.rows import Rows
 
 Index = tuple[slice, ...]
 
@@ -67,16 +67,18 @@ class Loader(Iterator[Batch]):
       num_threads: threads that prepare batches, at most one per batch of ``prefetch``.
       prefetch: batches that are prepared, and on the devices, ahead of their use.
       num_steps: number of batches; None for no end.
+      repeat: whether rows may come again; needs ``num_steps`` if not.
 
     Raises:
-      ConfigError: the batch does not divide by the microbatches or by the sharding, or an epoch does not fill a batch.
+      ConfigError: the batch does not divide by the microbatches or by the sharding, an epoch does not fill a batch, or
+        ``num_steps`` batches would repeat rows that must not be.
     """
 
     def __init__(
         self,
         dataset: Rows,
         *,
-        order: GlobalOrder,
+        order: Order,
         position: Position,
         global_batch_size: int,
         microbatches: int,
@@ -85,6 +87,7 @@ class Loader(Iterator[Batch]):
         num_threads: int,
         prefetch: int,
         num_steps: int | None = None,
+        repeat: bool = True,
     ):
         assert len(dataset) == order.num_rows
         order.check(global_batch_size, last_batch)
@@ -98,14 +101,17 @@ class Loader(Iterator[Batch]):
             return Batch(assembler.arrays(ids), ids, before, after)
 
         # Fails here and not in a thread where position does not belong to this order.
-        order.next_batch(position, global_batch_size, last_batch)
+        order.batch(position, 0, global_batch_size, last_batch)
+        if not repeat:
+            assert num_steps is not None
+            order.check_enough(position, num_steps, global_batch_size, last_batch)
         options = grain.ReadOptions(num_threads=min(num_threads, prefetch), prefetch_buffer_size=prefetch)
         steps = grain.MapDataset.range(sys.maxsize if num_steps is None else num_steps)
         self._batches = iter(steps.map(load).to_iter_dataset(options))
         self.wait_s = 0.0
         """Seconds that the last ``next`` waited for its batch."""
-        self.notes = _notes(order, global_batch_size, last_batch)
-        """What the user should be told about rows that are left out or padded."""
+        self.notes = order.notes(position, num_steps, global_batch_size, last_batch)
+        """What the user should be told about rows that are left out, padded or repeated."""
 
     def __next__(self) -> Batch:
         """Returns the next batch. What a thread raised while preparing it is raised here, and the loader is closed."""
@@ -208,16 +214,3 @@ def _batch_shape(
         remedy = "change train.global_batch_size, train.microbatches or data.seq_len, or the mesh axes that shard them"
         raise ConfigError([Problem(key=key, value=global_batch_size, message=message, remedy=remedy)]) from error
     return shape
-
-
-def _notes(order: GlobalOrder, global_batch_size: int, last_batch: LastBatch) -> list[str]:
-    remainder = order.num_rows % global_batch_size
-    if not remainder:
-        return []
-    batches = f"{order.num_rows:,} rows are not a multiple of the global batch size {global_batch_size:,}"
-    if last_batch == "drop":
-        which = "different ones each epoch" if order.shuffle else "the same ones each epoch"
-        return [f"{batches}: {remainder:,} rows ({which}) are left out of each epoch"]
-    return [
-        f"{batches}: the last batch of each epoch is padded with {global_batch_size - remainder:,} rows of weight 0"
-    ]

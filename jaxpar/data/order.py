@@ -7,7 +7,7 @@ another global batch size, accumulation, mesh or process count at exactly the ne
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -27,6 +27,45 @@ class Position:
 
     epoch: int = 0
     offset: int = 0
+
+
+class Order(Protocol):
+    """Which row comes when."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+
+    def batch(
+        self, position: Position, index: int, global_batch_size: int, last_batch: LastBatch
+    ) -> tuple[np.ndarray, Position, Position]:
+        """Returns batch ``index`` counted from ``position``: its row ids, where its first row is, and where it ends."""
+
+    def check(self, global_batch_size: int, last_batch: LastBatch) -> None:
+        """Raises ConfigError where no batch would ever come."""
+
+    def check_enough(self, position: Position, num_steps: int, global_batch_size: int, last_batch: LastBatch) -> None:
+        """Raises ConfigError where a row would have to come again within ``num_steps`` batches from ``position``."""
+
+    def notes(
+        self, position: Position, num_steps: int | None, global_batch_size: int, last_batch: LastBatch
+    ) -> list[str]:
+        """What the user should be told before the run."""
+
+    def progress(self, position: Position) -> str:
+        """How often the data has been seen, in words."""
+
+
+def order_of_epoch(places: np.ndarray, num_rows: int, key: tuple[int, ...] | None) -> np.ndarray:
+    """Returns the rows at ``places`` of an epoch, int64 ``[n]``; ``key`` names its permutation, None is no shuffle."""
+    return places if key is None else permuted(places, num_rows, key)
+
+
+def not_enough_rows(name: str, num_rows: int, needed: int, enough_for: int, num_steps: int) -> Problem:
+    """The problem of a source that ends before the run, where ``data.repeat`` is off."""
+    message = f"{name} has {num_rows:,} rows, and this run would take {needed:,}: enough for {enough_for:,} steps"
+    remedy = f"let its rows come again with data.repeat=true, or take {enough_for:,} steps instead of {num_steps:,}"
+    return Problem(key="data.repeat", value=False, message=message, remedy=remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +93,7 @@ class GlobalOrder:
         """Returns the rows at places ``start`` to ``stop`` (excluded) of ``epoch``, int64 ``[stop - start]``."""
         assert 0 <= start <= stop <= self.num_rows
         places = np.arange(start, stop)
-        return permuted(places, self.num_rows, (self.seed, epoch)) if self.shuffle else places
+        return order_of_epoch(places, self.num_rows, (self.seed, epoch) if self.shuffle else None)
 
     def batches_per_epoch(self, global_batch_size: int, last_batch: LastBatch) -> int:
         """Returns the batches of an epoch that is begun at its start."""
@@ -101,6 +140,34 @@ class GlobalOrder:
         remedy = f'lower it to at most {self.num_rows}, give more data, or pad with data.last_batch = "pad"'
         key = "train.global_batch_size"
         raise ConfigError([Problem(key=key, value=global_batch_size, message=message, remedy=remedy)])
+
+    def check_enough(self, position: Position, num_steps: int, global_batch_size: int, last_batch: LastBatch) -> None:
+        """Raises ConfigError where a row would have to come again within ``num_steps`` batches from ``position``."""
+        left = _num_batches(self.num_rows - position.offset, global_batch_size, last_batch)
+        enough_for = left if position.epoch == 0 else 0
+        if num_steps > enough_for:
+            needed = position.offset + num_steps * global_batch_size
+            raise ConfigError([not_enough_rows("the data", self.num_rows, needed, enough_for, num_steps)])
+
+    def notes(
+        self, position: Position, num_steps: int | None, global_batch_size: int, last_batch: LastBatch
+    ) -> list[str]:
+        """What the user should be told before the run: rows that are left out, or padded."""
+        del position, num_steps
+        remainder = self.num_rows % global_batch_size
+        if not remainder:
+            return []
+        batches = f"{self.num_rows:,} rows are not a multiple of the global batch size {global_batch_size:,}"
+        if last_batch == "drop":
+            which = "different ones each epoch" if self.shuffle else "the same ones each epoch"
+            return [f"{batches}: {remainder:,} rows ({which}) are left out of each epoch"]
+        padded = global_batch_size - remainder
+        return [f"{batches}: the last batch of each epoch is padded with {padded:,} rows of weight 0"]
+
+    def progress(self, position: Position) -> str:
+        """How often the data has been seen, in words."""
+        epochs = position.epoch + position.offset / self.num_rows
+        return f"{epochs:.2f} epochs of the data ({self.num_rows:,} rows)"
 
     def _batch_start(self, position: Position, index: int, global_batch_size: int, last_batch: LastBatch) -> Position:
         remaining = self.num_rows - position.offset

@@ -17,24 +17,25 @@ STDLIB_PREFIX = "stdlib:"
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+def find_files(patterns: Sequence[str], *, key: str = "data.paths") -> list[Path]:
     """Returns the files that match ``patterns``: in the order of the patterns, sorted within each, each file once.
 
     Args:
       patterns: as in ``data.paths``; ``**`` matches any number of directories.
+      key: where the patterns are from, for errors.
 
     Raises:
       ConfigError: there is no pattern, or one of them matches no file.
     """
     if not patterns:
         message, remedy = "no files are named", 'set data.paths, e.g. ["corpus/**/*.txt"], or data.source = "synthetic"'
-        raise ConfigError([Problem(key="data.paths", value=(), message=message, remedy=remedy)])
+        raise ConfigError([Problem(key=key, value=(), message=message, remedy=remedy)])
     files: dict[str, Path] = {}
     problems = []
     for pattern in patterns:
         matches = _match(pattern)
         if not matches:
-            problems.append(_no_match(pattern))
+            problems.append(_no_match(pattern, key))
         for path in matches:
             files.setdefault(os.path.realpath(path), path)
     if problems:
@@ -91,14 +92,14 @@ def _root_and_pattern(pattern: str) -> tuple[str, str]:
     return "", pattern
 
 
-def _no_match(pattern: str) -> Problem:
+def _no_match(pattern: str, key: str) -> Problem:
     root, relative = _root_and_pattern(pattern)
     if Path(root, relative).is_dir():
         remedy = f'it is a directory: for the files below it write "{pattern.rstrip("/")}/**/*.txt"'
     else:
         remedy = "patterns are relative to the working directory (stdlib: to the standard library); ** is any depth"
     where = f"under {root}" if root else f"(working directory: {Path.cwd()})"
-    return Problem(key="data.paths", value=pattern, message=f"matches no file {where}", remedy=remedy)
+    return Problem(key=key, value=pattern, message=f"matches no file {where}", remedy=remedy)
 
 
 def _first_names(paths: Sequence[Path], limit: int = 3) -> str:

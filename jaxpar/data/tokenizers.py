@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
         """Returns the ids of ``text``, int32 ``[n]``, with no special token added."""
         ...
 
+    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of ``text`` and the character of it where each begins, int32 and int64 ``[n]``."""
+        ...
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ``ids``; ids of special tokens have none."""
         ...
@@ -56,6 +60,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Returns the UTF-8 bytes of ``text``, int32 ``[n]``."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the UTF-8 bytes of ``text`` and the character of each, int32 and int64 ``[n]``."""
+        num_bytes = [len(character.encode("utf-8")) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), num_bytes)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ``ids`` without end-of-document ids; bytes that are not UTF-8 become U+FFFD."""
@@ -81,7 +90,15 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of ``text``, int32 ``[n]``."""
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+        # The same ids as encode, but without their places in the text: a quarter less time.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoding.ids, np.int32)
+
+    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of ``text`` and the character of it where each begins, int32 and int64 ``[n]``."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        starts = np.array([start for start, _ in encoding.offsets], np.int64)
+        return np.asarray(encoding.ids, np.int32), starts
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ``ids`` without special tokens."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from jaxpar.config.dims import with_derived_dims
-from jaxpar.config.schema import AXES, BYTE_VOCAB_SIZE, Config, ModelConfig
+from jaxpar.config.schema import AXES, BYTE_VOCAB_SIZE, TOKENIZED_SOURCES, Config, ModelConfig
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split the rows of a batch."""
@@ -72,10 +72,10 @@ def gather_facts(
         tokenizer_vocab_size: Ids of the tokenizer; None if not known. The byte tokenizer's is known.
     """
     model = with_derived_dims(config.model)
-    if tokenizer_vocab_size is None and config.data.tokenizer == "bytes" and config.data.source == "text":
+    is_bytes = config.data.tokenizer == "bytes" and config.data.source not in TOKENIZED_SOURCES
+    if tokenizer_vocab_size is None and is_bytes and config.data.source != "synthetic":
         tokenizer_vocab_size = BYTE_VOCAB_SIZE
     if model.vocab_size == 0:
-        is_bytes = config.data.tokenizer == "bytes"
         vocab_size = tokenizer_vocab_size or (BYTE_VOCAB_SIZE if is_bytes else 0)
         model = dataclasses.replace(model, vocab_size=vocab_size)
     config = dataclasses.replace(config, model=model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.plan import mesh_rules, model_rules, run_rules, support_rules
+from jaxpar.plan import data_rules, mesh_rules, model_rules, run_rules, support_rules
 from jaxpar.plan.facts import Facts
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -70,6 +70,9 @@ RULES: tuple[Rule, ...] = (
     run_rules.batch_divides,
     run_rules.rows_fill_a_batch,
     run_rules.data_paths_match_source,
+    data_rules.end_of_document_known,
+    data_rules.weights_match_paths,
+    data_rules.chat_template_is_used,
     run_rules.tokenizer_exists,
     run_rules.validation_has_data,
     run_rules.steps_in_order,

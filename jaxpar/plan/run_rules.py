@@ -70,15 +70,8 @@ def rows_fill_a_batch(facts: Facts) -> Iterator[Problem]:
 
 
 def data_paths_match_source(facts: Facts) -> Iterator[Problem]:
-    """Text needs files, synthetic takes none."""
+    """Every source but synthetic needs files; synthetic takes none."""
     data = facts.config.data
-    if data.source == "text" and not data.paths:
-        yield Problem(
-            key="data.paths",
-            value=data.paths,
-            message='data.source = "text" needs files',
-            remedy='e.g. data.paths=["corpus/*.txt"] or data.paths=["stdlib:*.py"]',
-        )
     if data.source == "synthetic" and data.paths:
         yield Problem(
             key="data.paths",
@@ -86,6 +79,21 @@ def data_paths_match_source(facts: Facts) -> Iterator[Problem]:
             message='data.source = "synthetic" would not read these files',
             remedy='set data.source="text", or remove data.paths',
         )
+    elif data.source != "synthetic" and not data.paths:
+        yield Problem(
+            key="data.paths",
+            value=data.paths,
+            message=f'data.source = "{data.source}" needs files',
+            remedy=_PATHS_EXAMPLES[data.source],
+        )
+
+
+_PATHS_EXAMPLES = {
+    "text": 'e.g. data.paths=["corpus/*.txt"] or data.paths=["stdlib:*.py"]',
+    "store": "give the directories that `jaxpar data prepare` has written",
+    "tokens": 'e.g. data.paths=["tokens/*.bin"]',
+    "sft": 'e.g. data.paths=["conversations/*.jsonl"]',
+}
 
 
 def tokenizer_exists(facts: Facts) -> Iterator[Problem]:

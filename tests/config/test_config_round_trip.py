@@ -34,14 +34,15 @@ def values_of(key):
     """Any value that a key accepts."""
     if key.choices:
         return st.sampled_from(key.choices)
-    if key.name == "train.stop_at":
-        return st.integers(1, 2**63 - 1)
+    if key.optional and key.accepted.startswith("an integer"):
+        return st.integers(int(key.accepted.rpartition(" ")[2]), 2**63 - 1)
     if key.takes_text:
         return st.text(max_size=12)
     if isinstance(key.default, bool):
         return st.booleans()
     if isinstance(key.default, tuple):
-        return st.lists(st.text(max_size=8), max_size=3).map(tuple)
+        items = st.text(max_size=8) if key.accepted == "a list of strings" else st.floats(5e-324, 1e300)
+        return st.lists(items, max_size=3).map(tuple)
     if isinstance(key.default, int):
         return st.integers(bound(key.name, annotated_types.Ge, -(2**63)), 2**63 - 1)
     lowest = bound(key.name, annotated_types.Ge, bound(key.name, annotated_types.Gt, 0.0))

@@ -34,7 +34,7 @@ MODELS = {
 """Public models on meshes of interest: name -> overrides."""
 
 # The layout does not depend on the data, whose files may be elsewhere.
-ANY_DATA = ("data.source=synthetic", "data.paths=[]")
+ANY_DATA = ("data.source=synthetic", "data.paths=[]", "data.chat_template=none")
 
 CASES = {f"config_{path.stem}": (path, ANY_DATA) for path in CONFIGS} | {
     name.replace(" ", "_"): (None, overrides) for name, overrides in MODELS.items()

@@ -227,6 +227,32 @@ def test_data_source_and_paths():
     assert "nothing is held out" in problems_of(1, "train.eval_every=5")["data.validation_fraction"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        (["data.source=tokens", 'data.paths=["a.bin"]'], "data.eod_id", "needs the id that ends each document"),
+        (["data.source=text", 'data.paths=["a"]', "data.eod_id=2"], "data.eod_id", "an end-of-document id of its own"),
+        (["data.source=store"], "data.paths", "jaxpar data prepare"),
+        (["data.source=sft"], "data.paths", "*.jsonl"),
+        (["data.source=store", 'data.paths=["a"]', "data.weights=[1,2]"], "data.weights", "2 weights do not match 1"),
+        (["data.source=text", 'data.paths=["a"]', "data.weights=[1]"], "data.weights", "cannot be mixed"),
+        (["data.chat_template=chatml"], "data.chat_template", "no conversations"),
+    ],
+)
+def test_settings_of_a_source_belong_to_it(overrides, key, expected):
+    assert expected in problems_of(1, *overrides)[key]
+
+
+def test_the_vocabulary_of_token_ids_is_not_guessed():
+    dims = ["model.embed_dim=64", "model.num_layers=2", "model.num_heads=4", "model.mlp_dim=128"]
+    stored = load_config(None, [*dims, "data.source=store", 'data.paths=["a"]'])
+    assert stored.model.vocab_size == 0
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 0: is the tokenizer's"):
+        resolve(stored, num_devices=1)
+    assert resolve(stored, num_devices=1, tokenizer_vocab_size=5000).config.model.vocab_size == 5000
+    assert load_config(None, [*dims, "data.source=sft", 'data.paths=["a"]']).model.vocab_size == 257
+
+
 # ---- schedule, processes, start
 
 
