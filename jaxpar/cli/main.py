@@ -8,6 +8,7 @@ import typer
 
 from jaxpar.cli.config import config
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
+from jaxpar.cli.schedule import schedule
 from jaxpar.cli.train import EPILOG, train
 from jaxpar.config import ConfigError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
+app.command("schedule")(schedule)
 
 
 def main() -> None:

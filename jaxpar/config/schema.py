@@ -121,8 +121,10 @@ class MeshConfig:
 class PipelineConfig:
     """Pipeline schedule; used when mesh.pipeline is above 1."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of forward and backward microbatches. Not yet: mesh.pipeline must be 1."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
+    """Order of forward and backward microbatches; ``jaxpar schedule`` draws each. Not yet: mesh.pipeline must be 1."""
+    chunks: Positive = 1
+    """Chunks of layers per stage; interleaved and breadth_first need at least 2. Not yet: mesh.pipeline must be 1."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

@@ -98,15 +98,18 @@ def vocabulary_holds_tokenizer(facts: Facts) -> Iterator[Problem]:
 
 
 def layers_divide_stages(facts: Facts) -> Iterator[Problem]:
-    """Every pipeline stage has the same number of layers; none is floored away."""
+    """Every chunk of every pipeline stage has the same number of layers; none is floored away."""
     num_stages, num_layers = facts.mesh.get("pipeline", 1), facts.model.num_layers
-    if num_layers % num_stages:
+    num_chunks = facts.config.pipeline.chunks if num_stages > 1 else 1
+    remainder = num_layers % (num_stages * num_chunks)
+    if remainder:
+        chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
         yield Problem(
             key="model.num_layers",
             value=num_layers,
-            message=f"{num_layers} layers do not divide by {num_stages} pipeline stages "
-            f"(remainder {num_layers % num_stages})",
-            remedy=f"use a mesh.pipeline of {_divisors(num_layers)}",
+            message=f"{num_layers} layers do not divide by {num_stages} pipeline stages{chunks} "
+            f"(remainder {remainder})",
+            remedy=f"use a mesh.pipeline{' x pipeline.chunks' if chunks else ''} of {_divisors(num_layers)}",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.plan import mesh_rules, model_rules, run_rules, support_rules
+from jaxpar.plan import mesh_rules, model_rules, pipeline_rules, run_rules, support_rules
 from jaxpar.plan.facts import Facts
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.layers_divide_stages,
     model_rules.param_dims_divide,
     model_rules.sequence_divides,
+    pipeline_rules.schedule_exists,
     run_rules.batch_divides,
     run_rules.rows_fill_a_batch,
     run_rules.data_paths_match_source,

@@ -141,6 +141,30 @@ def test_embed_dim_names_params_dim_size_axis_and_axis_size():
 def test_layers_are_never_floored():
     message = problems_of(16, "model.num_layers=126", "mesh.pipeline=16")["model.num_layers"]
     assert "126 layers do not divide by 16 pipeline stages (remainder 14)" in message
+    chunked = ("mesh.pipeline=8", "pipeline.schedule=interleaved", "pipeline.chunks=2")
+    message = problems_of(8, "model.num_layers=126", *chunked)["model.num_layers"]
+    assert "126 layers do not divide by 8 pipeline stages x 2 chunks (remainder 14)" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (("pipeline.schedule=gpipe", "train.microbatches=2"), None),
+        (("pipeline.schedule=1f1b", "train.microbatches=2"), "train.microbatches"),
+        (("pipeline.schedule=1f1b", "train.microbatches=4"), None),
+        (("pipeline.schedule=1f1b", "train.microbatches=4", "pipeline.chunks=2"), "pipeline.chunks"),
+        (("pipeline.schedule=interleaved", "train.microbatches=4"), "pipeline.chunks"),
+        (("pipeline.schedule=interleaved", "pipeline.chunks=2"), "train.microbatches"),
+        (("pipeline.schedule=interleaved", "pipeline.chunks=2", "train.microbatches=4"), None),
+    ],
+)
+def test_schedule_of_the_pipeline(overrides, refused):
+    problems = problems_of(4, "mesh.pipeline=4", *overrides)
+    mine = {"train.microbatches", "pipeline.chunks", "pipeline.schedule"} & set(problems)
+    assert mine == ({refused} if refused else set())
+    if refused == "train.microbatches":
+        assert "< 4 stages" in problems[refused]
+        assert "set train.microbatches to at least 4, or pipeline.schedule to gpipe" in problems[refused]
 
 
 def test_dims_of_the_model_itself():

@@ -30,7 +30,7 @@ def sizes(draw):
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sizes())
 def test_a_table_computes_the_loss_and_every_gradient(arguments):
     schedule = build_schedule(**arguments)
@@ -47,7 +47,7 @@ def test_a_table_computes_the_loss_and_every_gradient(arguments):
         assert len(units) == len(set(units)) == count
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sizes())
 def test_idle_share_is_that_of_filling_and_draining_whether_or_not_stages_divide_microbatches(arguments):
     schedule = build_schedule(**arguments)
@@ -60,7 +60,7 @@ def test_idle_share_is_that_of_filling_and_draining_whether_or_not_stages_divide
     assert schedule.backward_runs.tolist() == [max(row) >= 0 for row in lanes["backward_microbatch"].tolist()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sizes())
 def test_slots_are_as_many_as_values_wait_at_one_time_and_at_most_one_spare(arguments):
     schedule = build_schedule(**arguments)
