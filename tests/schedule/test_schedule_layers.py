@@ -38,6 +38,7 @@ def test_balanced_differs_by_at_most_one_layer(layers, stages, chunks):
     split = split_layers(layers, num_stages=stages, num_chunks=chunks, layers_per_stage="balanced")
     assert split.counts.sum() == layers
     assert split.counts.max() - split.counts.min() <= 1
+    assert split.counts.flatten().tolist() == sorted(split.counts.flatten(), reverse=True)
     assert np.ptp(split.counts.sum(0)) <= 1
 
 
