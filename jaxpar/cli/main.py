@@ -12,6 +12,7 @@ from jaxpar.cli.data import data
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
 from jaxpar.cli.plan import plan
+from jaxpar.cli.schedule import schedule
 from jaxpar.cli.train import EPILOG, train
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
+app.command("schedule")(schedule)
 app.add_typer(data, name="data")
 app.command("inspect")(inspect)
 app.command("verify-checkpoint")(verify_checkpoint)
