@@ -2,8 +2,8 @@
 
 On disk a checkpoint is ``DIRECTORY/STEP/``: one Orbax tree per section of the state (``params``, ``optimizer``, ...),
 so that each can be read alone, and a JSON dict of metadata. The layout does not know the mesh: arrays lie in their
-natural shape (layers first, no stage dim, no vocabulary padding), uncompressed and in chunks of at most 32 MiB, one
-layer per chunk where layers are big, so that a reader with other shards reads little more than it needs.
+natural shape (layers first, no stage dim, no vocabulary padding), uncompressed and in chunks finer than the shards that
+wrote them (``chunks.saving_chunk_bytes``), so that a reader with other shards reads little more than it needs.
 
 With several processes every method of ``Store`` that is not a plain query is collective: all processes call it, in the
 same order, on one shared file system.
@@ -12,7 +12,7 @@ same order, on one shared file system.
 from __future__ import annotations
 
 import concurrent.futures
-import math
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +27,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.checksum import array_checksums, to_text
+from jaxpar.checkpoint.chunks import saving_chunk_bytes
 from jaxpar.checkpoint.commit import Keep
 from jaxpar.checkpoint.contents import (
     FORMAT_VERSION,
@@ -40,13 +41,10 @@ from jaxpar.checkpoint.contents import (
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.paths import leaves_by_path, nested, path_string
 
-CHUNK_BYTES = 32 * 2**20
-"""Upper bound of a chunk, the smallest piece that a reader can fetch."""
-
-_LAYER_CHUNK_BYTES = 2**20
-"""Arrays whose slices along the first dim are at least this big get chunks of one slice."""
-
 _REPLICA_SLICE_BYTES = 2**20
+
+# Orbax 0.12.8 warns about chunks below 1 MiB, once per leaf and save; ours are as small as they are on purpose.
+logging.getLogger("absl").addFilter(lambda record: "target_byte_size too small" not in record.getMessage())
 
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
@@ -408,15 +406,16 @@ def _saving_context() -> ocp.Context:
     """Orbax options of every save."""
     context = ocp.Context()
     context.array.saving.use_compression = False  # trained weights hardly compress, and chunks stay cheap to slice
-    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     # Replicas share the writing of a replicated array; for small ones that only costs a compiled slice per shape.
     context.array.saving.min_slice_bytes_for_replica_parallel = _REPLICA_SLICE_BYTES
     storage_options = type(context.array.saving.storage_options)
 
-    def one_layer_per_chunk(_: Any, leaf: jax.Array) -> Any:
-        # Orbax 0.12.8 splits a shard axis down to single indices: right for layers, ruinous for an embedding's rows.
-        layer_bytes = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
-        return storage_options(shard_axes=(0,)) if leaf.ndim > 1 and layer_bytes >= _LAYER_CHUNK_BYTES else None
+    def finer_than_shards(_: Any, leaf: jax.Array) -> Any:
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        chunk_bytes, cut_layers = saving_chunk_bytes(leaf.shape, shard, leaf.dtype.itemsize)
+        # Orbax 0.12.8 splits a shard axis down to single indices, then halves the dims that the mesh cuts, largest
+        # first, until a chunk is small enough.
+        return storage_options(chunk_byte_size=chunk_bytes, shard_axes=(0,) if cut_layers else ())
 
-    context.array.saving.scoped_storage_options_creator = one_layer_per_chunk
+    context.array.saving.scoped_storage_options_creator = finer_than_shards
     return context
