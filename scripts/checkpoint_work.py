@@ -5,7 +5,7 @@
 
 ``speed`` saves a Llama-like training state, sharded on 8 fake CPU devices as `jaxpar train` has it, through jaxpar's
 Store, through tensorstore alone (the same shards, chunks and format), and as a safetensors file, and reads all three
-back onto the same devices, in turns. ``reads`` restores a checkpoint on another mesh and counts the bytes read.
+back onto the same devices, in turns. ``reads`` counts the bytes that the devices of another mesh read to restore it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import tensorstore as ts
 from safetensors import safe_open
 
 from jaxpar.checkpoint.arrays import StepArrays, StoredArray, array_spec
+from jaxpar.checkpoint.chunks import as_index, within
 from jaxpar.checkpoint.paths import leaves_by_path, path_string
 from jaxpar.checkpoint.store import Store
 from jaxpar.cli.reshard import parse_mesh
@@ -196,8 +197,8 @@ def measure_speed(directory: Path, gb: float, rounds: int) -> dict[str, object]:
         types = StepArrays(directory / "store" / "0").types
         write_tensorstore(directory / "tensorstore", leaves, types)
         write_safetensors(directory / "safetensors", leaves)
-        for work in (lambda: copy(state), lambda: next_step(state), lambda: store.restore(0, abstract, stored_shapes=shapes)):
-            timed(work)  # compiles
+        jax.block_until_ready([copy(state), next_step(state)])  # compiled before it is timed
+        store.restore(0, abstract, stored_shapes=shapes)
         for number in range(1, rounds + 1):
             take("copy", lambda: copy(state))
             started, cpu = time.perf_counter(), time.process_time()
@@ -232,23 +233,25 @@ def measure_speed(directory: Path, gb: float, rounds: int) -> dict[str, object]:
 
 
 def count_reads(directory: Path, gb: float, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Bytes that restoring on a mesh reads from files, and bytes of the distinct shards that it needs.
+    """Bytes that the devices of a mesh read from files to restore, and bytes of the shards that they need.
 
-    Orbax reads every distinct shard on its own, so that one process with n devices reads what n processes would.
+    Device by device, each opening the checkpoint anew and reading shard after shard: within one restore, tensorstore
+    reads a chunk once for all shards that want it at that moment, which devices of other processes would not see.
     """
     program = build_program(gb, mesh)
-    abstract = {name: getattr(program.abstract_state, name) for name in SECTIONS}
-    shapes = stored_shapes(program, abstract)
-    params = {"params": abstract["params"]}
-    with Store(directory) as store:
-        [step] = store.steps()
-        others = set(SECTIONS) - {"params"}
-        warm_shapes = stored_shapes(program, params)
-        store.restore(step, params, stored_shapes=warm_shapes, ignore=others, verify=False)  # imports, caches
+    leaves = named({name: getattr(program.abstract_state, name) for name in SECTIONS})
+    [step] = Store(directory).steps()
+    StepArrays(directory / str(step))  # whatever is loaded once
+    read = needed = 0
+    for device in program.mesh.devices.flat:
         before = bytes_read()
-        jax.block_until_ready(store.restore(step, abstract, stored_shapes=shapes, verify=False))
-        read = bytes_read() - before
-    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in named(abstract).values())
+        arrays = StepArrays(directory / str(step))
+        for name, leaf in leaves.items():
+            shard = leaf.sharding.devices_indices_map(leaf.shape)[device]
+            bounds = (part.indices(size)[:2] for part, size in zip(shard, leaf.shape, strict=True))
+            box = within(tuple(bounds), arrays.types[name].shape)
+            needed += arrays.read(name, as_index(box)).nbytes
+        read += bytes_read() - before
     return {"read": read, "needed": needed}
 
 

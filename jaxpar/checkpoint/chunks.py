@@ -32,6 +32,16 @@ def as_index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Sizes of the dims of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def within(box: Box, shape: Sequence[int]) -> Box:
+    """The part of a box that lies in an array of that shape; dims of which nothing does are empty."""
+    return tuple((start, max(start, min(stop, size))) for (start, stop), size in zip(box, shape, strict=True))
+
+
 def chunk_for_shards(
     shape: Sequence[int], shard: Sequence[int], itemsize: int, max_bytes: int = MAX_CHUNK_BYTES
 ) -> tuple[int, ...]:
@@ -60,9 +70,9 @@ def chunk_for_shards(
 def saving_chunk_bytes(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tuple[int, bool]:
     """How training cuts an array that any mesh may read later: (bound of a chunk in bytes, whether layers are cut).
 
-    Chunks are ``REFINEMENT`` times finer than shards in every dim that the mesh cuts, or in all dims where it cuts none,
-    for then nothing tells which ones readers will cut; but not smaller than ``MIN_CHUNK_BYTES``. A stack of layers (3
-    dims or more, the first) is cut into single layers where these still make chunks of that size.
+    Chunks are ``REFINEMENT`` times finer than shards in every dim that the mesh cuts, or in all dims where it cuts
+    none, for then nothing tells which ones readers will cut; but not smaller than ``MIN_CHUNK_BYTES``. A stack of
+    layers (3 dims or more, the first) is cut into single layers where these still make chunks of that size.
 
     Args:
         shape: Of the whole array.

@@ -1,4 +1,4 @@
-"""Saves and restores training state with Orbax; the only module that imports it (v1 API, still moving, pinned).
+"""Saves training state with Orbax and restores it; the only module that imports Orbax (v1 API, still moving, pinned).
 
 On disk a checkpoint is ``DIRECTORY/STEP/``: one Orbax tree per section of the state (``params``, ``optimizer``, ...),
 so that each can be read alone, and a JSON dict of metadata. The layout does not know the mesh: arrays lie in their
@@ -39,6 +39,7 @@ from jaxpar.checkpoint.contents import (
     sections_by_path,
 )
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from jaxpar.checkpoint.loading import load_arrays
 from jaxpar.checkpoint.paths import leaves_by_path, nested, path_string
 
 _REPLICA_SLICE_BYTES = 2**20
@@ -264,15 +265,8 @@ class Store:
                 + "\n  ".join(problems)
                 + "\n-> use the model, optimizer and precision settings that wrote it (they are in its metadata)"
             )
-        as_stored = {
-            section: {
-                path: _with_dtype(leaf, stored[path_string(section, path)].dtype) for path, leaf in leaves.items()
-            }
-            for section, leaves in sections.items()
-        }
-        padded = any(tuple(shape) != tuple(targets[name].shape) for name, shape in stored_shapes.items())
-        loaded = self._load(step, {s: nested(leaves) for s, leaves in as_stored.items() if leaves}, padded)
-        named = _named(loaded)
+        as_stored = {name: _with_dtype(leaf, stored[name].dtype) for name, leaf in targets.items()}
+        named = self._load(step, as_stored)
         if verify:
             self._compare_checksums(step, named, stored_shapes)
         state = {}
@@ -344,22 +338,14 @@ class Store:
             raise CheckpointError(f"step {step} of {self.directory} was not written by jaxpar (no format_version)")
         return stored
 
-    def _load(self, step: int, abstract: dict[str, Any], padded: bool) -> dict[str, Any]:
-        """Reads sections whose trees are known to match."""
-        if not abstract:
+    def _load(self, step: int, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Reads leaves that are known to match."""
+        if not targets:
             return {}
-        context = ocp.Context()
-        context.array.loading.enable_padding_and_truncation = padded  # our own check has compared every shape
         try:
-            with context:
-                return ocp.load_checkpointables(self.directory / str(step), abstract)
-        except Exception as error:  # Orbax and tensorstore raise many kinds; all mean that the data is not readable
-            cause: BaseException = error
-            while cause.__cause__ is not None:  # Orbax wraps the storage error, which names leaf and file
-                cause = cause.__cause__
-            message = str(cause).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
-            agreed = jax.process_count() == 1
-            raise self._unreadable(step, f"{type(cause).__name__}: {message}", agreed=agreed) from error
+            return load_arrays(self.directory / str(step), targets)
+        except DamagedCheckpointError as error:
+            raise self._unreadable(step, str(error), agreed=jax.process_count() == 1) from error
 
     def _unreadable(self, step: int, reason: str, *, agreed: bool = True) -> DamagedCheckpointError:
         others = ", ".join(str(other) for other in self.steps() if other != step) or "there is none"
