@@ -164,9 +164,18 @@ def tensorstore_context() -> ts.Context:
 
 def write_safetensors(file: Path, leaves: Leaves) -> None:
     """One file, flushed to the disk as the other two are."""
-    safetensors.numpy.save_file({name: np.asarray(leaf) for name, leaf in leaves.items()}, file)
+    safetensors.numpy.save_file({name: on_host(leaf) for name, leaf in leaves.items()}, file)
     with file.open("rb") as written:
         os.fsync(written.fileno())
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """The whole array; np.asarray would also keep that copy for as long as the array lives."""
+    whole = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            whole[shard.index] = shard.data
+    return whole
 
 
 def read_safetensors(file: Path, forms: Mapping[str, jax.ShapeDtypeStruct]) -> Leaves:

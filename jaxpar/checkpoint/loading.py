@@ -60,7 +60,7 @@ def load_arrays(step_directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct
     while reading:
         finish_oldest()
     return {
-        name: jax.make_array_from_single_device_arrays(target.shape, target.sharding, loaded[name])
+        name: jax.make_array_from_single_device_arrays(target.shape, target.sharding, loaded[name], dtype=target.dtype)
         for name, target in targets.items()
     }
 
