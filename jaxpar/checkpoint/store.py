@@ -131,11 +131,11 @@ class Store:
                 if not self._tidy:
                     commit.tidy(self.directory)
             self._tidy = True
-            checksums = array_checksums(named, UNPADDED)
             with _saving_context():
                 response = ocp.save_checkpointables_async(
                     self.directory / str(step), arrays, overwrite=True, custom_metadata=custom_metadata
                 )
+            checksums = array_checksums(named, UNPADDED)  # last: devices compute them after this has returned
         except Exception as error:  # Orbax raises many kinds; whatever it was, this checkpoint does not exist
             raise self._save_failed(step, error) from error
         self._saving = step
