@@ -12,6 +12,7 @@ import base64
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ TREE_FILE = "_METADATA"
 
 _INDEX_CACHE_BYTES = 64 * 2**20
 _READS_AT_ONCE = 4
-"""Chunks in flight; each takes its size in memory on top of the box that is read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,12 @@ class StepArrays:
     Every subdirectory that is an Orbax tree is a section; a directory that is a tree itself has leaves without section.
     """
 
-    def __init__(self, step_directory: Path):
+    def __init__(self, step_directory: Path, *, reads_at_once: int = _READS_AT_ONCE):
         """Opens every array of the step, reading no elements.
+
+        Args:
+            step_directory: The step.
+            reads_at_once: Chunks in flight; each takes its size in memory on top of what is read.
 
         Raises:
             DamagedCheckpointError: No tree, or an array cannot be opened; names the leaves.
@@ -66,8 +70,8 @@ class StepArrays:
             {
                 "cache_pool": {"total_bytes_limit": 0},
                 "cache_pool#index": {"total_bytes_limit": _INDEX_CACHE_BYTES},
-                "file_io_concurrency": {"limit": _READS_AT_ONCE},
-                "data_copy_concurrency": {"limit": _READS_AT_ONCE},
+                "file_io_concurrency": {"limit": reads_at_once},
+                "data_copy_concurrency": {"limit": min(reads_at_once, os.cpu_count() or 1)},
             }
         )
         self.faults: dict[str, str] = {}
@@ -100,6 +104,11 @@ class StepArrays:
             raise DamagedCheckpointError(
                 f"{name} of {self.directory} cannot be read: {storage_message(error)}"
             ) from error
+
+    def start_read(self, name: str, index: Sequence[slice], out: np.ndarray) -> ts.Future:
+        """Starts to read one box into ``out``, of its shape and dtype; the future's ValueErrors say what went wrong."""
+        box = self._arrays[name][tuple(index)].translate_to[(0,) * out.ndim]
+        return ts.array(out).write(box)
 
     def _open_tree(self, tree: Path) -> None:
         section = tree.relative_to(self.directory).as_posix()

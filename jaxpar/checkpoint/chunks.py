@@ -15,6 +15,12 @@ Box = tuple[tuple[int, int], ...]
 MAX_CHUNK_BYTES = 32 * 2**20
 """Upper bound of a chunk: the smallest piece that a reader fetches, and what a copy holds several of in memory."""
 
+MIN_CHUNK_BYTES = 2**18
+"""Chunks are not cut below this for the sake of other readers: smaller ones cost more to find than they save."""
+
+REFINEMENT = 4
+"""How many times finer than the shards that save, in every dim they cut, readers may be and fetch nothing in vain."""
+
 
 def box_bytes(box: Box, itemsize: int) -> int:
     """Bytes of the elements of a box."""
@@ -24,6 +30,16 @@ def box_bytes(box: Box, itemsize: int) -> int:
 def as_index(box: Box) -> tuple[slice, ...]:
     """The box as an index."""
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Sizes of the dims of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def within(box: Box, shape: Sequence[int]) -> Box:
+    """The part of a box that lies in an array of that shape; dims of which nothing does are empty."""
+    return tuple((start, max(start, min(stop, size))) for (start, stop), size in zip(box, shape, strict=True))
 
 
 def chunk_for_shards(
@@ -51,13 +67,53 @@ def chunk_for_shards(
     return tuple(chunk)
 
 
+def saving_chunk_bytes(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> tuple[int, bool]:
+    """How training cuts an array that any mesh may read later: (bound of a chunk in bytes, whether layers are cut).
+
+    Chunks are ``REFINEMENT`` times finer than shards in every dim that the mesh cuts, or in all dims where it cuts
+    none, for then nothing tells which ones readers will cut; but not smaller than ``MIN_CHUNK_BYTES``. A stack of
+    layers (3 dims or more, the first) is cut into single layers where these still make chunks of that size.
+
+    Args:
+        shape: Of the whole array.
+        shard: Of one shard.
+        itemsize: Bytes of an element.
+    """
+    cut = [dim for dim in range(len(shape)) if shard[dim] < shape[dim]]
+    if len(shape) > 2:
+        behind_layers = [dim for dim in cut if dim > 0] or list(range(1, len(shape)))
+        layer_bytes = _refined_elements((1, *shard[1:]), behind_layers) * itemsize
+        if layer_bytes >= MIN_CHUNK_BYTES:
+            return min(layer_bytes, MAX_CHUNK_BYTES), True
+    refined = _refined_elements(shard, cut or range(len(shape))) * itemsize
+    return min(max(refined, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES), False
+
+
+def _refined_elements(shard: Sequence[int], dims: Sequence[int]) -> int:
+    """Elements of the biggest chunk that is ``REFINEMENT`` times finer than a shard in ``dims``.
+
+    Orbax is told nothing but a size, and comes down to it by cutting the largest of ``dims`` again and again, to the
+    next smaller divisor. The same is done here, until every dim is fine enough.
+    """
+    chunk = list(shard)
+    steps = {dim: _divisors(shard[dim]) for dim in dims}
+    while any(chunk[dim] > max(1, shard[dim] // REFINEMENT) for dim in dims):
+        largest = max(dims, key=lambda dim: chunk[dim])
+        chunk[largest] = max(divisor for divisor in steps[largest] if divisor < chunk[largest])
+    return math.prod(chunk)
+
+
+def _divisors(size: int) -> list[int]:
+    small = [i for i in range(1, math.isqrt(size) + 1) if size % i == 0]
+    return [divisor for i in small for divisor in (i, size // i)]
+
+
 def _dividing(size: int, limit: int) -> int:
     """The largest divisor of ``size`` up to ``limit``; ``limit`` itself where that is less than a quarter of it.
 
     Then a few chunks lie in two shards, which costs less than a multitude of small chunks.
     """
-    small = [i for i in range(1, math.isqrt(size) + 1) if size % i == 0]
-    divisor = max(d for i in small for d in (i, size // i) if d <= limit)
+    divisor = max(divisor for divisor in _divisors(size) if divisor <= limit)
     return divisor if 4 * divisor >= limit else limit
 
 

@@ -1,9 +1,9 @@
-"""Saves and restores training state with Orbax; the only module that imports it (v1 API, still moving, pinned).
+"""Saves training state with Orbax and restores it; the only module that imports Orbax (v1 API, still moving, pinned).
 
 On disk a checkpoint is ``DIRECTORY/STEP/``: one Orbax tree per section of the state (``params``, ``optimizer``, ...),
 so that each can be read alone, and a JSON dict of metadata. The layout does not know the mesh: arrays lie in their
-natural shape (layers first, no stage dim, no vocabulary padding), uncompressed and in chunks of at most 32 MiB, one
-layer per chunk where layers are big, so that a reader with other shards reads little more than it needs.
+natural shape (layers first, no stage dim, no vocabulary padding), uncompressed and in chunks finer than the shards that
+wrote them (``chunks.saving_chunk_bytes``), so that a reader with other shards reads little more than it needs.
 
 With several processes every method of ``Store`` that is not a plain query is collective: all processes call it, in the
 same order, on one shared file system.
@@ -12,7 +12,7 @@ same order, on one shared file system.
 from __future__ import annotations
 
 import concurrent.futures
-import math
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +27,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.checksum import array_checksums, to_text
+from jaxpar.checkpoint.chunks import saving_chunk_bytes
 from jaxpar.checkpoint.commit import Keep
 from jaxpar.checkpoint.contents import (
     FORMAT_VERSION,
@@ -38,15 +39,13 @@ from jaxpar.checkpoint.contents import (
     sections_by_path,
 )
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from jaxpar.checkpoint.loading import load_arrays
 from jaxpar.checkpoint.paths import leaves_by_path, nested, path_string
 
-CHUNK_BYTES = 32 * 2**20
-"""Upper bound of a chunk, the smallest piece that a reader can fetch."""
-
-_LAYER_CHUNK_BYTES = 2**20
-"""Arrays whose slices along the first dim are at least this big get chunks of one slice."""
-
 _REPLICA_SLICE_BYTES = 2**20
+
+# Orbax 0.12.8 warns about chunks below 1 MiB, once per leaf and save; ours are as small as they are on purpose.
+logging.getLogger("absl").addFilter(lambda record: "target_byte_size too small" not in record.getMessage())
 
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
@@ -132,11 +131,11 @@ class Store:
                 if not self._tidy:
                     commit.tidy(self.directory)
             self._tidy = True
-            checksums = array_checksums(named, UNPADDED)
             with _saving_context():
                 response = ocp.save_checkpointables_async(
                     self.directory / str(step), arrays, overwrite=True, custom_metadata=custom_metadata
                 )
+            checksums = array_checksums(named, UNPADDED)  # last: devices compute them after this has returned
         except Exception as error:  # Orbax raises many kinds; whatever it was, this checkpoint does not exist
             raise self._save_failed(step, error) from error
         self._saving = step
@@ -266,15 +265,8 @@ class Store:
                 + "\n  ".join(problems)
                 + "\n-> use the model, optimizer and precision settings that wrote it (they are in its metadata)"
             )
-        as_stored = {
-            section: {
-                path: _with_dtype(leaf, stored[path_string(section, path)].dtype) for path, leaf in leaves.items()
-            }
-            for section, leaves in sections.items()
-        }
-        padded = any(tuple(shape) != tuple(targets[name].shape) for name, shape in stored_shapes.items())
-        loaded = self._load(step, {s: nested(leaves) for s, leaves in as_stored.items() if leaves}, padded)
-        named = _named(loaded)
+        as_stored = {name: _with_dtype(leaf, stored[name].dtype) for name, leaf in targets.items()}
+        named = self._load(step, as_stored)
         if verify:
             self._compare_checksums(step, named, stored_shapes)
         state = {}
@@ -346,22 +338,14 @@ class Store:
             raise CheckpointError(f"step {step} of {self.directory} was not written by jaxpar (no format_version)")
         return stored
 
-    def _load(self, step: int, abstract: dict[str, Any], padded: bool) -> dict[str, Any]:
-        """Reads sections whose trees are known to match."""
-        if not abstract:
+    def _load(self, step: int, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Reads leaves that are known to match."""
+        if not targets:
             return {}
-        context = ocp.Context()
-        context.array.loading.enable_padding_and_truncation = padded  # our own check has compared every shape
         try:
-            with context:
-                return ocp.load_checkpointables(self.directory / str(step), abstract)
-        except Exception as error:  # Orbax and tensorstore raise many kinds; all mean that the data is not readable
-            cause: BaseException = error
-            while cause.__cause__ is not None:  # Orbax wraps the storage error, which names leaf and file
-                cause = cause.__cause__
-            message = str(cause).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
-            agreed = jax.process_count() == 1
-            raise self._unreadable(step, f"{type(cause).__name__}: {message}", agreed=agreed) from error
+            return load_arrays(self.directory / str(step), targets)
+        except DamagedCheckpointError as error:
+            raise self._unreadable(step, str(error), agreed=jax.process_count() == 1) from error
 
     def _unreadable(self, step: int, reason: str, *, agreed: bool = True) -> DamagedCheckpointError:
         others = ", ".join(str(other) for other in self.steps() if other != step) or "there is none"
@@ -408,15 +392,16 @@ def _saving_context() -> ocp.Context:
     """Orbax options of every save."""
     context = ocp.Context()
     context.array.saving.use_compression = False  # trained weights hardly compress, and chunks stay cheap to slice
-    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     # Replicas share the writing of a replicated array; for small ones that only costs a compiled slice per shape.
     context.array.saving.min_slice_bytes_for_replica_parallel = _REPLICA_SLICE_BYTES
     storage_options = type(context.array.saving.storage_options)
 
-    def one_layer_per_chunk(_: Any, leaf: jax.Array) -> Any:
-        # Orbax 0.12.8 splits a shard axis down to single indices: right for layers, ruinous for an embedding's rows.
-        layer_bytes = math.prod(leaf.shape[1:]) * leaf.dtype.itemsize
-        return storage_options(shard_axes=(0,)) if leaf.ndim > 1 and layer_bytes >= _LAYER_CHUNK_BYTES else None
+    def finer_than_shards(_: Any, leaf: jax.Array) -> Any:
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        chunk_bytes, cut_layers = saving_chunk_bytes(leaf.shape, shard, leaf.dtype.itemsize)
+        # Orbax 0.12.8 splits a shard axis down to single indices, then halves the dims that the mesh cuts, largest
+        # first, until a chunk is small enough.
+        return storage_options(chunk_byte_size=chunk_bytes, shard_axes=(0,) if cut_layers else ())
 
-    context.array.saving.scoped_storage_options_creator = one_layer_per_chunk
+    context.array.saving.scoped_storage_options_creator = finer_than_shards
     return context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import hypothesis.extra.numpy as hnp
 import jax
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.checkpoint.checksum import array_checksums, box_checksum, to_text
+from jaxpar.checkpoint.checksum import _sums_on_mesh, array_checksums, box_checksum, to_text
 from jaxpar.checkpoint.chunks import as_index, boxes
 
 DTYPES = (np.float32, np.int32, np.uint8, np.bool_, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)
@@ -65,6 +66,26 @@ def test_padding_does_not_count_whatever_it_holds():
         padded = jnp.pad(values, ((0, 3), (0, 2)), constant_values=filling)
         assert to_text(np.asarray(array_checksums({"a": padded}, {"a": (5, 6)}))[0]) == whole(values)
     assert to_text(np.asarray(array_checksums({"a": padded}, {}))[0]) != whole(values)
+
+
+def test_padding_of_sharded_arrays_does_not_count_either():
+    values = sample(np.float32, (13, 6))
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    for spec in (P("b"), P(("a", "b")), P("b", "a"), P()):
+        padded = jnp.pad(values, ((0, 3), (0, 2)), constant_values=7.0)
+        on_mesh = {"a": jax.device_put(padded, NamedSharding(mesh, spec))}
+        assert to_text(np.asarray(array_checksums(on_mesh, {"a": (13, 6)}))[0]) == whole(values)
+
+
+def test_devices_exchange_nothing_but_sums():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    arrays = tuple(
+        jax.device_put(sample(np.float32, (8, 16)), NamedSharding(mesh, spec)) for spec in (P("a", "b"), P())
+    )
+    summing = _sums_on_mesh(mesh, tuple(array.sharding.spec for array in arrays), ((8, 16),) * 2)
+    program = summing.lower(arrays).compile().as_text()
+    collectives = re.findall(r"= (\S+) (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program)
+    assert [(shape.partition("{")[0], name) for shape, name in collectives] == [("u32[2,2]", "all-reduce")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)

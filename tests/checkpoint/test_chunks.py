@@ -6,19 +6,22 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.checkpoint.chunks import (
     MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
     as_index,
     box_bytes,
     boxes,
     chunk_for_shards,
     copy_slab,
     grid_amplification,
+    saving_chunk_bytes,
     slab_shape,
     touched_bytes,
+    within,
 )
 
 dims = st.lists(st.integers(1, 12), min_size=0, max_size=4).map(tuple)
@@ -85,6 +88,7 @@ def test_slabs_are_whole_chunks_within_the_bound(layout, data, itemsize, max_byt
         assert math.prod(slab) * itemsize <= max(max_bytes, one_chunk)
 
 
+@settings(deadline=None)
 @given(sharded(), st.data())
 def test_what_a_reader_fetches_is_counted_as_it_is(layout, data):
     """Against counting the elements of every chunk that overlaps the box."""
@@ -116,3 +120,15 @@ def test_scalars_have_one_box():
     assert chunk_for_shards((), (), 4) == ()
     assert slab_shape((), (), 4, 100) == ()
     assert list(itertools.islice(boxes((0, 3), (1, 3)), 2)) == []
+
+
+@given(st.lists(st.integers(0, 5000), max_size=4).map(tuple), st.sampled_from([1, 2, 4]), st.data())
+def test_chunks_of_a_save_stay_between_the_bounds(shape, itemsize, data):
+    shard = tuple(size // data.draw(st.sampled_from([1, 2, 8, 3])) for size in shape)
+    chunk_bytes, by_layer = saving_chunk_bytes(shape, shard, itemsize)
+    assert MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES
+    assert not by_layer or (len(shape) > 2 and math.prod(shard[1:]) * itemsize >= chunk_bytes)
+
+
+def test_what_lies_within_an_array():
+    assert within(((0, 4), (6, 9), (10, 12)), (8, 8, 8)) == ((0, 4), (6, 8), (10, 10))

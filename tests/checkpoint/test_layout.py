@@ -11,7 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar.checkpoint.store import CHUNK_BYTES, Store
+from jaxpar.checkpoint.arrays import StepArrays
+from jaxpar.checkpoint.chunks import grid_amplification
+from jaxpar.checkpoint.store import Store
 from jaxpar.checkpoint.unpad import leading_box
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
@@ -21,18 +23,37 @@ def put(value, spec):
     return jax.device_put(value, NamedSharding(MESH, spec))
 
 
-def test_big_layers_have_their_own_chunks_and_rows_of_an_embedding_do_not(tmp_path):
+def test_chunks_are_finer_than_shards_in_the_dims_that_the_mesh_cuts(tmp_path):
     params = {
-        "layers": put(np.zeros((4, 512, 512), np.float32), P(None, "fsdp", "tensor")),
-        "embedding": put(np.zeros((4096, 64), np.float32), P("tensor", "fsdp")),
+        "mlp": put(np.zeros((3, 1024, 2048), np.float32), P(None, "fsdp", "tensor")),
+        "kv": put(np.zeros((4, 256, 4, 32), np.float32), P(None, ("fsdp", "tensor"))),  # layers too small to be cut
+        "embedding": put(np.zeros((4096, 256), np.float32), P(None, "fsdp")),
+        "whole": put(np.zeros((2, 1024, 2048), np.float32), P()),
         "norms": put(np.zeros((4, 512), np.float32), P()),
     }
     with Store(tmp_path) as store:
         store.save(1, {"params": params}, {})
     stored = ocp.checkpointables_metadata(tmp_path / "1").metadata["params"]
     chunks = {name: leaf.storage_metadata.chunk_shape for name, leaf in stored.items()}
-    assert chunks == {"layers": (1, 256, 128), "embedding": (1024, 32), "norms": (4, 512)}
-    assert CHUNK_BYTES == 32 * 2**20
+    assert chunks == {
+        "mlp": (3, 128, 128),
+        "kv": (4, 32, 4, 32),
+        "embedding": (4096, 32),
+        "whole": (1, 64, 2048),  # its 8 replicas write an eighth each
+        "norms": (4, 512),
+    }
+
+
+@pytest.mark.parametrize("spec", [P(None, ("fsdp", "tensor")), P(None, "fsdp"), P()])
+@pytest.mark.parametrize("finer", [1, 2, 4])
+def test_readers_with_finer_shards_fetch_no_more_than_they_need(tmp_path, spec, finer):
+    array = put(np.zeros((2, 2048, 4096), np.float16), spec)
+    with Store(tmp_path) as store:
+        store.save(1, {"params": {"w": array}}, {})
+    stored = StepArrays(tmp_path / "1").types["params/w"]
+    layers, rows, columns = array.sharding.shard_shape(array.shape)
+    needed, fetched = grid_amplification(array.shape, (layers, rows // finer, columns), stored.read_chunk, 2)
+    assert fetched == needed
 
 
 @pytest.mark.parametrize(
