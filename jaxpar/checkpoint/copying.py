@@ -18,8 +18,8 @@ from jaxpar.checkpoint.tensors import TensorReader
 Progress = Callable[[int], None]
 """Told the bytes of the source that were just copied."""
 
-COPIES_OF_A_SLAB = 6
-"""What a slab takes at worst, in slabs: as read, in flight, hashed, converted, being written."""
+COPIES_OF_A_SLAB = 7
+"""What a copy takes at worst, in slabs: one as read, in flight, hashed, converted; and the one before being written."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""

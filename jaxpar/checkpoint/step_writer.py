@@ -72,6 +72,7 @@ class StepWriter:
         if self.place.exists():
             raise CheckpointError(f"{self.place} is there already; nothing is overwritten\n-> name another directory")
         self._sums: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {name: {} for name in arrays}
+        self._writing: tuple[str, int, ts.WriteFutures] | None = None
         self._context = ts.Context(
             {
                 "cache_pool": {"total_bytes_limit": 0},
@@ -108,28 +109,42 @@ class StepWriter:
         sums: np.ndarray,
         sums_read: np.ndarray,
     ) -> None:
-        """Writes one slab and waits until it is on disk.
+        """Starts to write one slab, when the one before is on disk.
 
         Args:
             name: The leaf.
             slab: Number of the slab, for the journal.
             index: Where it goes.
-            values: The slab, of the array's dtype.
+            values: The slab, of the array's dtype; must not be changed afterwards.
             sums: Its ``box_checksum``.
             sums_read: The same of what it was made from.
 
         Raises:
-            CheckpointError: It cannot be written, e.g. because the disk is full; what is there can be gone on with.
+            CheckpointError: The slab before cannot be written, e.g. because the disk is full; what is there can be gone
+                on with.
         """
+        self.wait()
+        self._sums[name][slab] = sums, sums_read
+        self._writing = name, slab, self._open[name][tuple(index)].write(values)
+
+    def wait(self) -> None:
+        """Waits until the last slab is on disk, and records it in the journal.
+
+        Raises:
+            CheckpointError: As ``write``.
+        """
+        if self._writing is None:
+            return
+        name, slab, written = self._writing
+        self._writing = None
         try:
-            self._open[name][tuple(index)].write(values).result()
+            written.result()
         except ValueError as error:
             raise CheckpointError(
                 f"{name} cannot be written to {self.work}: {storage_message(error)}\n-> mend that and give the same "
                 "command again: it goes on from there"
             ) from error
-        self._sums[name][slab] = sums, sums_read
-        pair = [[int(part) for part in both] for both in (sums, sums_read)]
+        pair = [[int(part) for part in both] for both in self._sums[name][slab]]
         self._journal.write(json.dumps({"name": name, "slab": slab, "sums": pair}) + "\n")
         self._journal.flush()
 
@@ -139,6 +154,7 @@ class StepWriter:
 
     def close(self) -> Path:
         """Marks the step as complete where it grew, so that it can be verified there; returns its directory."""
+        self.wait()
         self._journal.close()
         self._open.clear()
         checksums = {name: self.checksum(name) for name in self.arrays}
