@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import commit
+from jaxpar.checkpoint.agreement import damage_for_all
 from jaxpar.checkpoint.checksum import array_checksums, to_text
 from jaxpar.checkpoint.commit import Keep
 from jaxpar.checkpoint.contents import (
@@ -254,10 +255,15 @@ class Store:
         Raises:
             CheckpointError: One message, before any data is read, with every missing, unexpected, wrong-shape and
                 wrong-dtype leaf, every missing section, every target without sharding.
-            DamagedCheckpointError: The data cannot be read, or is not what was saved; names the leaves.
+            DamagedCheckpointError: The data cannot be read, or is not what was saved; names the leaves. Raised by all
+                processes, whichever met it.
         """
         self.wait()
-        stored = self.leaves(step)
+        with damage_for_all():
+            stored = self.leaves(step)
+            mark = commit.read_commit_mark(self.directory / str(step))
+            if mark is None:
+                raise self._unreadable(step, f"{commit.COMMIT_MARK} is damaged")
         sections = sections_by_path(abstract_state)
         targets = {path_string(s, path): leaf for s, leaves in sections.items() for path, leaf in leaves.items()}
         if problems := misfits(targets, stored, stored_shapes, ignore, cast=cast):
@@ -273,22 +279,22 @@ class Store:
             for section, leaves in sections.items()
         }
         padded = any(tuple(shape) != tuple(targets[name].shape) for name, shape in stored_shapes.items())
-        loaded = self._load(step, {s: nested(leaves) for s, leaves in as_stored.items() if leaves}, padded)
+        with damage_for_all():
+            loaded = self._load(step, {s: nested(leaves) for s, leaves in as_stored.items() if leaves}, padded)
         named = _named(loaded)
-        if verify:
-            self._compare_checksums(step, named, stored_shapes)
+        if verify and mark.checksums and named:
+            self._compare_checksums(step, named, stored_shapes, mark.checksums)
         state = {}
         for section, tree in abstract_state.items():
             arrays = [_cast(named[path_string(section, path)], leaf) for path, leaf in sections[section].items()]
             state[section] = jax.tree.unflatten(jax.tree.structure(tree), arrays)
         return state
 
-    def _compare_checksums(self, step: int, arrays: Mapping[str, jax.Array], stored_shapes: StoredShapes) -> None:
-        mark = commit.read_commit_mark(self.directory / str(step))
-        if mark is None or not mark.checksums or not arrays:
-            return
+    def _compare_checksums(
+        self, step: int, arrays: Mapping[str, jax.Array], stored_shapes: StoredShapes, saved: Mapping[str, str]
+    ) -> None:
         found = np.asarray(array_checksums(arrays, stored_shapes))
-        changed = [name for name, sums in zip(arrays, found, strict=True) if to_text(sums) != mark.checksums.get(name)]
+        changed = [name for name, sums in zip(arrays, found, strict=True) if to_text(sums) != saved.get(name)]
         if changed:
             raise self._unreadable(step, f"checksums differ: the data of {', '.join(changed)} is not what was saved")
 
@@ -352,6 +358,9 @@ class Store:
             return {}
         context = ocp.Context()
         context.array.loading.enable_padding_and_truncation = padded  # our own check has compared every shape
+        # Nobody waits for the others inside of Orbax, where a process that cannot read would leave them for minutes.
+        context.multiprocessing.primary_host = jax.process_index()
+        context.multiprocessing.active_processes = {jax.process_index()}
         try:
             with context:
                 return ocp.load_checkpointables(self.directory / str(step), abstract)
@@ -360,14 +369,12 @@ class Store:
             while cause.__cause__ is not None:  # Orbax wraps the storage error, which names leaf and file
                 cause = cause.__cause__
             message = str(cause).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
-            agreed = jax.process_count() == 1
-            raise self._unreadable(step, f"{type(cause).__name__}: {message}", agreed=agreed) from error
+            raise self._unreadable(step, f"{type(cause).__name__}: {message}") from error
 
-    def _unreadable(self, step: int, reason: str, *, agreed: bool = True) -> DamagedCheckpointError:
+    def _unreadable(self, step: int, reason: str) -> DamagedCheckpointError:
         others = ", ".join(str(other) for other in self.steps() if other != step) or "there is none"
         return DamagedCheckpointError(
-            f"step {step} of {self.directory} cannot be read: {reason}\n-> resume from another step: {others}",
-            agreed=agreed,
+            f"step {step} of {self.directory} cannot be read: {reason}\n-> resume from another step: {others}"
         )
 
 
