@@ -414,6 +414,8 @@ def write_skeleton(directory: Path, num_dims: Mapping[str, int], metadata: Mappi
 def _saving_context() -> ocp.Context:
     """Orbax options of every save."""
     context = ocp.Context()
+    # Where the directory cannot be made, Orbax's threads would wait for it for 5 minutes, and the process for them.
+    context.asynchronous.create_directories_asynchronously = False
     context.array.saving.use_compression = False  # trained weights hardly compress, and chunks stay cheap to slice
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     # Replicas share the writing of a replicated array; for small ones that only costs a compiled slice per shape.
