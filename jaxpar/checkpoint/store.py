@@ -195,11 +195,15 @@ class Store:
 
     def steps(self) -> list[int]:
         """Complete steps, ascending. Does not include a save in progress."""
-        return [step for step in commit.scan(self.directory)[0] if step != self._saving]
+        return [step for step in commit.scan(self.directory)[0] if step != self._in_progress()]
 
     def skipped(self) -> list[tuple[int, str]]:
         """(step, why) of unfinished and damaged steps, which are ignored; a later save at their step replaces them."""
-        return [(step, why) for step, why in commit.scan(self.directory)[1] if step != self._saving]
+        return [(step, why) for step, why in commit.scan(self.directory)[1] if step != self._in_progress()]
+
+    def _in_progress(self) -> int | None:
+        """The step that is being saved; None also when its save has ended, well or not, and nobody has waited yet."""
+        return None if self._saved is None or self._saved.done() else self._saving
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""

@@ -3,10 +3,12 @@ step is saved.
 """
 
 import errno
+import itertools
 import os
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,10 +23,6 @@ _SMALL_FILE = 2**13
 def fill_disk(_: Path) -> None:
     """No file can grow beyond 8 KiB, as when a disk is full but for a few blocks: metrics go on for a while."""
     _limit_files(_SMALL_FILE)
-
-
-def fill_disk_to_the_brim(_: Path) -> None:
-    _limit_files(0)
 
 
 def _limit_files(size: int) -> None:
@@ -50,22 +48,36 @@ def put_a_file_there(checkpoints: Path) -> None:
 
 BREAKS = {
     "full": fill_disk,
-    "full to the brim": fill_disk_to_the_brim,
     "read-only": make_read_only,
     "a file": put_a_file_there,
 }
 
 
 def breaking_save(kind: str, step: int) -> Callable[..., None]:
-    """``Store.save``, before which everything breaks at ``step``."""
+    """``Store.save``, before which the disk breaks at ``step``."""
     save = Store.save
 
     def save_or_break(self: Store, number: int, *args, **options) -> None:
+        self.wait()
         if number == step:
             BREAKS[kind](self.directory)
         save(self, number, *args, **options)
 
     return save_or_break
+
+
+def breaking_check(step: int) -> Callable[[Store], None]:
+    """``Store.check``, after which the disk is full, at ``step``, when no save is in progress."""
+    check, calls = Store.check, itertools.count(1)
+
+    def check_and_break(self: Store) -> None:
+        if next(calls) == step:
+            while self._saved is not None and not self._saved.done():
+                time.sleep(0.01)
+            check(self)
+            _limit_files(0)
+
+    return check_and_break
 
 
 def refusing_load(step: int) -> Callable[..., object]:
@@ -85,6 +97,8 @@ if __name__ == "__main__":
     del sys.argv[1:3]
     if kind == "unreadable":
         ocp.load_checkpointables = refusing_load(step)
+    elif kind == "full for metrics":
+        Store.check = breaking_check(step)
     else:
         Store.save = breaking_save(kind, step)
     main()
