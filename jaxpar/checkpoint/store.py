@@ -25,6 +25,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+# Orbax 0.12.8 names the barriers of a save by how many operations the process has begun, but does not count a load that
+# fails early: a process that alone could not read would wait in its next save under another name than the others.
+from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.agreement import damage_for_all
 from jaxpar.checkpoint.checksum import array_checksums, to_text
@@ -365,10 +369,13 @@ class Store:
         # Nobody waits for the others inside of Orbax, where a process that cannot read would leave them for minutes.
         context.multiprocessing.primary_host = jax.process_index()
         context.multiprocessing.active_processes = {jax.process_index()}
+        operation = OperationIdGenerator.get_current_operation_id()
         try:
             with context:
                 return ocp.load_checkpointables(self.directory / str(step), abstract)
         except Exception as error:  # Orbax and tensorstore raise many kinds; all mean that the data is not readable
+            if OperationIdGenerator.get_current_operation_id() == operation:
+                OperationIdGenerator.next_operation_id()
             cause: BaseException = error
             while cause.__cause__ is not None:  # Orbax wraps the storage error, which names leaf and file
                 cause = cause.__cause__

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import threading
 import time
 from pathlib import Path
 
@@ -46,10 +47,14 @@ def whole_again():
 def test_one_process(jaxpar: Command, monkeypatch, tmp_path, uninterrupted, whole_again, kind, reason, left):
     run_dir = tmp_path / "run"
     (tmp_path / "config.toml").write_text(config_to_toml(tiny(run_dir, checkpoint={"every": 2, "keep": 20})))
+    before = set(threading.enumerate())
     with monkeypatch.context() as patch:
         patch.setattr(Store, "save", breaking_save(kind, BROKEN_AT))
         result = jaxpar("train", tmp_path / "config.toml")
     whole_again()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=20)
+        assert thread.daemon or not thread.is_alive(), f"the process would wait at its end for {thread.name}"
     assert result.code == 1
     last_line = result.err.splitlines()[-1]
     assert last_line.startswith(f"error: saving step {BROKEN_AT} to {run_dir}/checkpoints failed ("), result.err
