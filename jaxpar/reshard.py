@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxpar.checkpoint import commit
-from jaxpar.checkpoint.arrays import StepArrays, StoredArray
+from jaxpar.checkpoint.arrays import StepArrays
 from jaxpar.checkpoint.chunks import as_index, chunk_for_shards, grid_amplification, slab_shape
 from jaxpar.checkpoint.contents import FORMAT_VERSION
 from jaxpar.checkpoint.copying import Progress, copy_arrays, slab_bytes_within
@@ -28,6 +28,7 @@ from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.paths import leaves_by_path
 from jaxpar.checkpoint.places import choose_step
 from jaxpar.checkpoint.step_writer import NewArray, StepWriter, described_sharding
+from jaxpar.checkpoint.tensors import ArrayType, TensorReader
 from jaxpar.checkpoint.verify import verify_step
 from jaxpar.config.schema import AXES, ModelConfig, PrecisionConfig
 from jaxpar.model.decoder import Decoder
@@ -37,7 +38,18 @@ from jaxpar.state import ModelDefinition
 FLOAT_TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 """Types that leaves may be converted to."""
 
+CONVERTIBLE = {*FLOAT_TYPES.values(), np.dtype(np.float16)}
+"""Types that leaves may be converted from."""
+
+PARAMS = "params/"
+"""What the names of parameters begin with."""
+
 _PROBE_BYTES = 64 * 2**20
+
+
+def type_bytes(leaf: ArrayType) -> int:
+    """Bytes of the elements of an array."""
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +66,19 @@ class Placement:
 class Resharding:
     """A copy that has been planned; nothing is written yet."""
 
-    source: Path
-    """Step directory that is read."""
+    source: str
+    """What is read, for people."""
+    reader: TensorReader
+    """The arrays, by the names that they will have."""
+    checksums: Mapping[str, str]
+    """Checksums of the arrays as they are read, of those for which there is one."""
+    identity: str
+    """Changes with the source's content, so that a copy is not gone on with from another source."""
     step: int
     metadata: Mapping[str, Any]
     """Metadata of the new step."""
-    stored: Mapping[str, StoredArray]
-    """Arrays to copy, as they lie in the source."""
     arrays: Mapping[str, NewArray]
-    """The same, as they will lie."""
+    """How every array will lie."""
     before: Mapping[str, Placement]
     """Placement on the mesh that saved them; empty if that is not known."""
     after: Mapping[str, Placement]
@@ -76,7 +92,12 @@ class Resharding:
     @property
     def bytes_to_read(self) -> int:
         """Bytes of the arrays to be read."""
-        return sum(array.nbytes for array in self.stored.values())
+        return sum(type_bytes(self.reader.types[name]) for name in self.arrays)
+
+    def stored_chunks(self) -> dict[str, tuple[int, ...]]:
+        """Shape of the smallest pieces that the arrays are read in now."""
+        types = self.reader.types
+        return {name: getattr(types[name], "read_chunk", types[name].shape) for name in self.arrays}
 
     def bytes_per_device(self, placements: Mapping[str, Placement]) -> int | None:
         """Bytes of the new arrays on one device; None if the placement is not known."""
@@ -96,12 +117,11 @@ class Resharding:
 
     def seconds(self) -> float:
         """Rough time of the copy: everything is read, written, and read once more, at the speed of a small sample."""
-        arrays = StepArrays(self.source)
-        name = max(self.stored, key=lambda name: self.stored[name].nbytes)
-        stored = self.stored[name]
-        box = slab_shape(stored.shape, stored.read_chunk, stored.dtype.itemsize, _PROBE_BYTES)
+        name = max(self.arrays, key=lambda name: type_bytes(self.reader.types[name]))
+        stored, chunk = self.reader.types[name], self.stored_chunks()[name]
+        box = slab_shape(stored.shape, [1] * len(chunk), np.dtype(stored.dtype).itemsize, _PROBE_BYTES)
         started = time.perf_counter()
-        sample = arrays.read(name, as_index(tuple((0, size) for size in box)))
+        sample = self.reader.read(name, as_index(tuple((0, size) for size in box)))
         per_byte = (time.perf_counter() - started) / max(1, sample.nbytes)
         return per_byte * (self.bytes_to_read + 2 * self.num_bytes)
 
@@ -134,25 +154,61 @@ def plan_resharding(
     if arrays.faults:
         listed = "\n  ".join(f"{name}: {why}" for name, why in arrays.faults.items())
         raise DamagedCheckpointError(f"step {step} of {directory} cannot be read:\n  {listed}")
-    stored = {name: a for name, a in arrays.types.items() if name.startswith("params/") or not params_only}
-    if not stored:
+    names = [name for name in arrays.types if name.startswith(PARAMS) or not params_only]
+    if not names:
         there = ", ".join(arrays.sections)
         raise CheckpointError(f"step {step} of {directory} has no section params; sections: {there}")
+    mark = commit.read_commit_mark(step_directory)
+    return plan_copy(
+        str(step_directory),
+        arrays,
+        names,
+        metadata=metadata,
+        checksums=mark.checksums if mark else {},
+        identity=f"{step_directory} {mark.crcs if mark else ''} {mark.checksums if mark else ''}",
+        step=step,
+        mesh=mesh,
+        dtype=dtype,
+    )
+
+
+def plan_copy(
+    source: str,
+    reader: TensorReader,
+    names: Sequence[str],
+    *,
+    metadata: Mapping[str, Any],
+    checksums: Mapping[str, str],
+    identity: str,
+    step: int,
+    mesh: Mapping[str, int] | None,
+    dtype: str | None,
+) -> Resharding:
+    """Decides how the named arrays of any reader will lie as a step; the arguments are those of ``Resharding``.
+
+    Raises:
+        CheckpointError: The metadata does not say what model the arrays are.
+        ValueError: The mesh does not fit the model; names parameter, dim, size and axis.
+    """
+    types = {name: reader.types[name] for name in names}
     saved_mesh = metadata.get("mesh")
-    before = placements(metadata, stored, saved_mesh, where=str(step_directory)) if saved_mesh else {}
-    after = placements(metadata, stored, mesh, where=str(step_directory)) if mesh is not None else {}
+    before = placements(metadata, types, saved_mesh, where=source) if saved_mesh else {}
+    after = placements(metadata, types, mesh, where=source) if mesh is not None else {}
     new = {}
-    for name, array in stored.items():
-        target = FLOAT_TYPES[dtype] if dtype and array.dtype in FLOAT_TYPES.values() else array.dtype
+    for name, array in types.items():
+        stored = np.dtype(array.dtype)
+        target = FLOAT_TYPES[dtype] if dtype and stored in CONVERTIBLE else stored
         shard = after[name].shard if after else array.shape
         chunk = chunk_for_shards(array.shape, shard, target.itemsize)
         sharding = described_sharding(mesh, after[name].spec) if after else None
-        new[name] = NewArray(array.shape, target, chunk, sharding)
+        new[name] = NewArray(tuple(array.shape), target, chunk, sharding)
     return Resharding(
-        source=step_directory,
+        source=source,
+        reader=reader,
+        checksums=checksums,
+        identity=identity,
         step=step,
-        metadata=_new_metadata(metadata, step_directory, mesh, dtype, step),
-        stored=stored,
+        metadata=_new_metadata(metadata, source, mesh, dtype, step),
         arrays=new,
         before=before,
         after=after,
@@ -175,18 +231,10 @@ def reshard(
         CheckpointError: The destination is taken or cannot be written, or the bound is too small.
         DamagedCheckpointError: What was read is not what was saved, or the copy is not what was read.
     """
-    mark = commit.read_commit_mark(planned.source)
     slab_bytes = slab_bytes_within(max_memory)
-    identity = f"{planned.source} {mark.crcs if mark else ''} {mark.checksums if mark else ''}"
-    writer = StepWriter(Path(destination), planned.step, planned.arrays, planned.metadata, identity)
-    copy_arrays(
-        StepArrays(planned.source),
-        writer,
-        {name: name for name in planned.arrays},
-        mark.checksums if mark else {},
-        slab_bytes=slab_bytes,
-        progress=progress,
-    )
+    writer = StepWriter(Path(destination), planned.step, planned.arrays, planned.metadata, planned.identity)
+    names = {name: name for name in planned.arrays}
+    copy_arrays(planned.reader, writer, names, planned.checksums, slab_bytes=slab_bytes, progress=progress)
     grown = writer.close()
     if verify:
         verdict = verify_step(grown, progress, slab_bytes=slab_bytes)
@@ -197,7 +245,7 @@ def reshard(
 
 
 def placements(
-    metadata: Mapping[str, Any], stored: Mapping[str, StoredArray], mesh: Mapping[str, int], *, where: str
+    metadata: Mapping[str, Any], types: Mapping[str, ArrayType], mesh: Mapping[str, int], *, where: str
 ) -> dict[str, Placement]:
     """How every leaf of a checkpoint lies on a mesh: parameters by their logical axes, the optimizer state like them.
 
@@ -223,16 +271,16 @@ def placements(
         ways = [math.prod(abstract_mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
         params[path] = Placement(spec, tuple(size // n for size, n in zip(leaf.shape, ways, strict=True)))
     placed = {}
-    for name, array in stored.items():
+    for name, array in types.items():
         path = tuple(name.split("/"))
         ours = next((p for param, p in params.items() if path[-len(param) :] == param), None)
         same_dims = ours is not None and len(ours.shard) == len(array.shape)
-        placed[name] = ours if same_dims else Placement((None,) * len(array.shape), array.shape)
+        placed[name] = ours if same_dims else Placement((None,) * len(array.shape), tuple(array.shape))
     return placed
 
 
 def _new_metadata(
-    metadata: Mapping[str, Any], source: Path, mesh: Mapping[str, int] | None, dtype: str | None, step: int
+    metadata: Mapping[str, Any], source: str, mesh: Mapping[str, int] | None, dtype: str | None, step: int
 ) -> dict[str, Any]:
     """The source's metadata, with what the copy changes."""
     new = {**metadata, "format_version": FORMAT_VERSION, "step": step}
@@ -241,5 +289,5 @@ def _new_metadata(
     if dtype is not None and "config" in metadata:
         config = metadata["config"]
         new["config"] = {**config, "precision": {**config["precision"], "params": dtype}}
-    new["resharded_from"] = str(source)
+    new["resharded_from"] = source
     return new

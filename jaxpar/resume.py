@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.agreement import damage_for_all
+from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.paths import leaves_by_path, path_string
 from jaxpar.checkpoint.places import CHECKPOINTS, choose_step, locate
 from jaxpar.checkpoint.store import Store
@@ -214,6 +215,12 @@ def check_same_run(directory: Path, step: int, config: Config, dataset: TokenDat
     """
     with Store(directory) as store:
         metadata = store.metadata(step)
+        sections = {name.partition("/")[0] for name in store.leaves(step)}
+    if missing := [section for section in SECTIONS if section not in sections]:
+        raise CheckpointError(
+            f"step {step} of {directory} is not the state of a run: missing section: {', '.join(missing)}\n"
+            f"-> to start a new run from its weights: model.init_from=jaxpar:{directory}"
+        )
     before = _lasting(metadata["config"], metadata["dataset"])
     now = _lasting(dataclasses.asdict(config), dataset.identity)
     problems = [

@@ -33,6 +33,7 @@ ORDER = (
     "hf",
     "resume",
     "reshard",
+    "convert",
     "runtime",
     "trainer",
     "experiments",

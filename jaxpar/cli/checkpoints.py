@@ -38,10 +38,24 @@ def verify_checkpoint(
 
 
 def reshard(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A run, its checkpoints, or one step.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Checkpoints directory of the copy.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="A run, its checkpoints, one step; or a Hugging Face directory."),
+    ],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Directory of the copy; nothing is overwritten.")],
     mesh: Annotated[str | None, typer.Option(metavar="A=N,B=M", help="Target mesh, e.g. fsdp=16,tensor=4.")] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="Take the target mesh from this config.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Take the target mesh (and, with --key-map, the model) from this config."),
+    ] = None,
+    to: Annotated[str, typer.Option(metavar="FORM", help="hf: a Hugging Face directory. jaxpar.")] = "jaxpar",
+    key_map: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="SRC is another trainer's Orbax checkpoint: docs/key-maps.md."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="With --to hf: carry these tokenizer files along.")
+    ] = None,
     params_only: Annotated[bool, typer.Option("--params-only", help="Leave the optimizer state behind.")] = False,
     dtype: Annotated[str | None, typer.Option(help="Convert float arrays: float32 or bfloat16.")] = None,
     step: Step = None,
@@ -51,10 +65,11 @@ def reshard(
     verify: Annotated[bool, typer.Option(help="Read the finished copy once more and compare checksums.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite a checkpoint for another mesh, so that each of its devices reads only what it needs.
+    """Rewrite a checkpoint for another mesh, so that each of its devices reads only what it needs; or convert it.
 
-    Streams within --max-memory. The copy appears when it is complete; a copy that was interrupted goes on when the
-    same command is given again; nothing is ever overwritten.
+    From and to Hugging Face safetensors, and from other trainers' Orbax checkpoints with a key map. Streams within
+    --max-memory. The copy appears when it is complete; a copy that was interrupted goes on when the same command is
+    given again; nothing is ever overwritten.
     """
     command = importlib.import_module("jaxpar.cli.reshard")
     command.run(
@@ -63,6 +78,9 @@ def reshard(
             destination=destination,
             mesh=mesh,
             config=config,
+            to=to,
+            key_map=key_map,
+            tokenizer=tokenizer,
             params_only=params_only,
             dtype=dtype,
             step=step,

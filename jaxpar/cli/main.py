@@ -9,6 +9,8 @@ import typer
 from jaxpar.cli.checkpoints import inspect, reshard, verify_checkpoint
 from jaxpar.cli.config import config
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
+from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
+from jaxpar.cli.plan import plan
 from jaxpar.cli.train import EPILOG, train
 
 app = typer.Typer(
@@ -22,6 +24,7 @@ app = typer.Typer(
 )
 app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
+app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("inspect")(inspect)
 app.command("verify-checkpoint")(verify_checkpoint)
 app.command("reshard")(reshard)

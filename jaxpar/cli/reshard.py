@@ -15,9 +15,17 @@ from jaxpar.cli.sizes import parse_bytes, readable_bytes
 from jaxpar.cli.verify_checkpoint import bytes_progress
 from jaxpar.config import ConfigError, Problem, load_config
 from jaxpar.config.schema import AXES, RuntimeConfig
+from jaxpar.convert import (
+    export,
+    is_hf_directory,
+    keep_side_files,
+    plan_export,
+    plan_foreign_import,
+    plan_hf_import,
+)
 from jaxpar.plan.catalogue import GPUS, Gpu, find_gpu
 from jaxpar.plan.facts import gather_facts
-from jaxpar.reshard import FLOAT_TYPES, Resharding, plan_resharding, reshard
+from jaxpar.reshard import FLOAT_TYPES, PARAMS, Resharding, plan_resharding, reshard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +36,9 @@ class Request:
     destination: str
     mesh: str | None
     config: str | None
+    to: str
+    key_map: str | None
+    tokenizer: str | None
     params_only: bool
     dtype: str | None
     step: int | None
@@ -45,18 +56,18 @@ def run(request: Request) -> None:
         ConfigError: An argument is not what it should be.
         CheckpointError: The source cannot be read or the destination cannot be written.
     """
-    mesh = _target_mesh(request)
-    gpu = _gpu(request.gpu) if request.gpu else None
+    _check_arguments(request)
     max_memory = _max_memory(request.max_memory)
-    _check_dtype(request.dtype)
-    try:
-        planned = plan_resharding(
-            request.source, mesh=mesh, params_only=request.params_only, dtype=request.dtype, step=request.step
-        )
-    except CheckpointError:
-        raise
-    except ValueError as error:  # the mesh does not divide the model
-        raise _problem("--mesh", request.mesh or request.config, str(error), "change the sizes of the axes") from error
+    if request.to == "hf":
+        _export(request, max_memory)
+    else:
+        _copy(request, max_memory)
+
+
+def _copy(request: Request, max_memory: int) -> None:
+    """To a jaxpar checkpoint, from whatever the source is."""
+    gpu = _gpu(request.gpu) if request.gpu else None
+    planned = _plan(request)
     place = Path(request.destination) / str(planned.step)
     if place.exists():
         raise _problem("DST", request.destination, f"{place} is there already", "nothing is overwritten: name another")
@@ -74,29 +85,106 @@ def run(request: Request) -> None:
             progress=lambda num_bytes: progress.advance(task, num_bytes),
             verify=request.verify,
         )
+    if is_hf_directory(request.source):
+        keep_side_files(request.source, request.destination)
     if request.as_json:
         print(json.dumps({**report, "written": str(written), "verified": request.verify}))
         return
     verified = ", every checksum verified" if request.verify else ""
     print(f"wrote {written}: {len(planned.arrays)} arrays, {readable_bytes(planned.num_bytes)}{verified}")
-    if request.params_only:
+    if all(name.startswith(PARAMS) for name in planned.arrays):
         print(f"  start a run from it: jaxpar train CONFIG model.init_from=jaxpar:{request.destination}")
     else:
         print(f"  go on from it: jaxpar train CONFIG run.dir=NEW checkpoint.resume={request.destination}")
 
 
-def _target_mesh(request: Request) -> dict[str, int] | None:
-    if request.mesh and request.config:
+def _plan(request: Request) -> Resharding:
+    mesh = _target_mesh(request)
+    try:
+        if is_hf_directory(request.source):
+            return plan_hf_import(request.source, mesh=mesh, dtype=request.dtype)
+        if request.key_map:
+            config = load_config(request.config)
+            return plan_foreign_import(
+                request.source, request.key_map, config, step=request.step, mesh=mesh, dtype=request.dtype
+            )
+        return plan_resharding(
+            request.source, mesh=mesh, params_only=request.params_only, dtype=request.dtype, step=request.step
+        )
+    except CheckpointError:
+        raise
+    except ConfigError:
+        raise
+    except ValueError as error:  # the mesh does not divide the model
+        raise _problem("--mesh", request.mesh or request.config, str(error), "change the sizes of the axes") from error
+
+
+def _export(request: Request, max_memory: int) -> None:
+    """To a Hugging Face directory."""
+    planned = plan_export(request.source, step=request.step, dtype=request.dtype, tokenizer=request.tokenizer)
+    report = {
+        "source": str(planned.source),
+        "destination": request.destination,
+        "tensors": len(planned.types),
+        "bytes": planned.num_bytes,
+        "dtype": planned.config["torch_dtype"],
+        "side_files_from": str(planned.side_directory) if planned.side_directory else None,
+    }
+    if not request.dry_run:
+        with bytes_progress() as progress:
+            read = sum(planned.arrays.types[name].nbytes for name in planned.param_names)
+            task = progress.add_task("exporting and comparing", total=read + 2 * planned.num_bytes)
+            export(
+                planned,
+                request.destination,
+                max_memory=max_memory,
+                progress=lambda num_bytes: progress.advance(task, num_bytes),
+            )
+    if request.as_json:
+        print(json.dumps({**report, "dry_run": request.dry_run}))
+        return
+    words = "dry run, nothing was written; it would write" if request.dry_run else "wrote"
+    compared = "" if request.dry_run else ", every value compared with the source"
+    size = f"{len(planned.types)} tensors, {report['dtype']}, {readable_bytes(planned.num_bytes)}"
+    print(f"{words} {request.destination}: {size}{compared}")
+    if planned.side_directory is None:
+        print("  without tokenizer files: none are known; --tokenizer DIR carries them along")
+
+
+def _check_arguments(request: Request) -> None:
+    """What can be said about the arguments alone."""
+    _check_dtype(request.dtype)
+    from_hf = is_hf_directory(request.source)
+    if request.to not in ("hf", "jaxpar"):
+        raise _problem("--to", request.to, "is not a form", "hf or jaxpar")
+    if request.to == "hf" and (from_hf or request.key_map):
+        what = "is a Hugging Face directory already" if from_hf else "comes with --key-map"
+        raise _problem("SRC", request.source, what, "leave out --to, then export the jaxpar checkpoint that it makes")
+    for name, value, applies in (
+        ("--mesh", request.mesh, request.to == "jaxpar"),
+        ("--tokenizer", request.tokenizer, request.to == "hf"),
+        ("--step", request.step, not from_hf),
+        ("--key-map", request.key_map, not from_hf),
+    ):
+        if value is not None and not applies:
+            raise _problem(name, value, "does nothing here", f"leave out {name}")
+    if request.key_map and not request.config:
+        raise _problem("--key-map", request.key_map, "needs --config", "give the config whose model the source is")
+    if request.mesh and request.config and not request.key_map:
         raise _problem("--mesh", request.mesh, "--config names a mesh too", "give one of the two")
-    if request.config:
-        config = load_config(request.config)
-        mesh = gather_facts(config).mesh
-        open_axes = [axis for axis in AXES if axis not in mesh]
-        if open_axes:
-            message = f"mesh.{open_axes[0]} = -1 needs a number of devices"
-            raise _problem("--config", request.config, message, "set runtime.cpu_devices, or give --mesh")
-        return dict(mesh)
-    return parse_mesh(request.mesh) if request.mesh else None
+
+
+def _target_mesh(request: Request) -> dict[str, int] | None:
+    if request.mesh:
+        return parse_mesh(request.mesh)
+    if not request.config:
+        return None
+    mesh = gather_facts(load_config(request.config)).mesh
+    open_axes = [axis for axis in AXES if axis not in mesh]
+    if open_axes and not request.key_map:
+        message = f"mesh.{open_axes[0]} = -1 needs a number of devices"
+        raise _problem("--config", request.config, message, "set runtime.cpu_devices, or give --mesh")
+    return None if open_axes else dict(mesh)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -148,14 +236,14 @@ def _report(planned: Resharding, place: Path, gpu: Gpu | None) -> dict[str, obje
     """What the copy is and brings, as JSON has it."""
     after = planned.bytes_per_device(planned.after)
     report: dict[str, object] = {
-        "source": str(planned.source),
+        "source": planned.source,
         "destination": str(place),
         "step": planned.step,
         "arrays": len(planned.arrays),
         "bytes": planned.num_bytes,
         "bytes_per_device_before": planned.bytes_per_device(planned.before),
         "bytes_per_device_after": after,
-        "read_amplification_before": planned.read_amplification({n: a.read_chunk for n, a in planned.stored.items()}),
+        "read_amplification_before": planned.read_amplification(planned.stored_chunks()),
         "read_amplification_after": planned.read_amplification({n: a.chunk for n, a in planned.arrays.items()}),
         "seconds_estimate": planned.seconds(),
     }

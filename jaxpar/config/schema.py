@@ -77,6 +77,17 @@ class ModelConfig:
     """Width of one head; 0 means embed_dim / num_heads."""
     mlp_dim: NonNegative = 0
     """Width of the MLP's hidden layer."""
+    num_experts: NonNegative = 0
+    """Routed experts of each mixture-of-experts block; 0: a dense model. Planned by ``jaxpar plan``; training: not
+    yet."""
+    top_k: NonNegative = 0
+    """Routed experts that each token uses; at least 1 and at most num_experts."""
+    expert_mlp_dim: NonNegative = 0
+    """Width of one expert's hidden layer; 0 means mlp_dim."""
+    num_shared_experts: NonNegative = 0
+    """Experts that every token uses besides the routed ones, each expert_mlp_dim wide."""
+    first_dense_layers: NonNegative = 0
+    """Leading blocks with a dense MLP of mlp_dim instead of experts."""
     max_positions: NonNegative = 0
     """Length of the learned position table (gpt2); 0 for RoPE families, which have none."""
     tie_embeddings: Bool = False
@@ -101,16 +112,16 @@ class MeshConfig:
     """Devices per mesh axis. The product must equal the device count; one axis may be -1 ("the rest")."""
 
     pipeline: Int = 1
-    """Pipeline stages. Not yet: must be 1."""
+    """Pipeline stages. Planned by ``jaxpar plan``; training: not yet."""
     data: Int = 1
     """Replicas whose gradients are all-reduced; with fsdp above 1 this is hybrid sharding (data across nodes, fsdp
     inside)."""
     fsdp: Int = 1
     """Devices that shard parameters, gradients and optimizer state; weights are gathered block by block."""
     expert: Int = 1
-    """Devices that shard the experts. Not yet: must be 1."""
+    """Devices that shard the experts. Planned by ``jaxpar plan``; training: not yet."""
     context: Int = 1
-    """Devices that shard the sequence in attention. Not yet: must be 1."""
+    """Devices that shard the sequence in attention. Planned by ``jaxpar plan``; training: not yet."""
     tensor: Int = 1
     """Devices that shard heads, MLP width and vocabulary (and, between blocks, the sequence); keep it inside one NVLink
     domain."""
@@ -123,7 +134,9 @@ class PipelineConfig:
     """Pipeline schedule; used when mesh.pipeline is above 1."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of forward and backward microbatches. Not yet: mesh.pipeline must be 1."""
+    """Order of forward and backward microbatches. Planned by ``jaxpar plan``; training: not yet."""
+    chunks: Positive = 1
+    """Chunks of layers per stage; only the interleaved schedule has more than 1, and it needs at least 2."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

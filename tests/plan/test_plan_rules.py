@@ -8,8 +8,9 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, load_config
 from jaxpar.config.schema import MeshConfig, ModelConfig
+from jaxpar.plan.facts import gather_facts
 from jaxpar.plan.resolve import check, resolve
-from jaxpar.plan.rules import RULES
+from jaxpar.plan.rules import LAYOUT_RULES, RULES, find_problems
 
 HF = Path(__file__).parents[1] / "data" / "hf"
 TINY = "model.preset=tiny-bytes"
@@ -301,10 +302,33 @@ def test_strategy_without_an_axis_says_that_too():
     assert "shard nothing" in problems_of(2, "mesh.data=2", "mesh.fsdp_strategy=grads")["mesh.fsdp_strategy"]
 
 
-def test_moe_preset_in_a_config_made_in_python():
-    model = dataclasses.replace(load_config(None, [TINY]).model, preset="mixtral-8x7b")
+@pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_mixtures_of_experts_are_not_trained_yet(preset):
     with pytest.raises(ConfigError, match="mixture-of-experts models: not yet"):
-        check(Config(model=model))
+        check(load_config(None, [f"model.preset={preset}"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.top_k=2"], "model.top_k"),
+        (["model.num_experts=4"], "model.top_k"),
+        (["model.num_experts=4", "model.top_k=5"], "model.top_k"),
+        (["model.num_experts=4", "model.top_k=1", "model.first_dense_layers=6"], "model.first_dense_layers"),
+        (["model.num_experts=6", "model.top_k=1", "mesh.expert=4"], "model.num_experts"),
+        (["pipeline.chunks=2"], "pipeline.chunks"),
+        (['pipeline.schedule="interleaved"', "mesh.pipeline=2", "train.microbatches=4"], "pipeline.chunks"),
+        (["mesh.pipeline=2", "train.microbatches=1"], "train.microbatches"),
+    ],
+)
+def test_rules_of_axes_that_are_planned(overrides, key):
+    config = load_config(None, [TINY, "mesh.fsdp=-1", "train.global_batch_size=64", *overrides])
+    found = find_problems(gather_facts(config, num_devices=8), LAYOUT_RULES)
+    assert key in {problem.key for problem in found}
+
+
+def test_layout_rules_are_rules_of_every_run():
+    assert set(LAYOUT_RULES) < set(RULES)
 
 
 def test_config_made_in_python_says_who_applies_presets():
