@@ -13,7 +13,7 @@ def uninterrupted(compiled_programs, tmp_path_factory) -> Run:  # noqa: F811
 
 
 @pytest.fixture(scope="package")
-def every_third(compiled_programs, tmp_path_factory) -> Path:
+def every_third(compiled_programs, tmp_path_factory) -> Path:  # noqa: F811
     """Directory of a run of nine steps with checkpoints 3, 6 and 9; not to be changed."""
     directory = tmp_path_factory.mktemp("every_third") / "run"
     run(directory, train={"stop_at": 9}, checkpoint={"every": 3})
