@@ -35,7 +35,7 @@ from jaxpar.runtime.interrupt import Interrupts, StopReason
 from jaxpar.runtime.lock import RunLock
 from jaxpar.runtime.memory import device_memory
 from jaxpar.runtime.self_test import self_test
-from jaxpar.runtime.start import Processes, meet, start, stop
+from jaxpar.runtime.start import Processes, failed_process, meet, start, stop
 from jaxpar.runtime.vote import Ballot, StopVote
 from jaxpar.sharding import batch_sharding
 from jaxpar.state import TrainState
@@ -471,7 +471,10 @@ def _one_end_for_all(processes: Processes, log: RunLog) -> Iterator[None]:
     except BaseException as error:
         if processes.num_processes > 1:
             for_user = isinstance(error, ConfigError | CheckpointError | RunFailed | KeyboardInterrupt)
-            log.error(f"{type(error).__name__}: {error}" if for_user else traceback.format_exc().rstrip())
+            if isinstance(error, jax.errors.JaxRuntimeError) and (failed := failed_process()) is not None:
+                log.error(f"process {failed} of this run has failed; its own output says why ({error})")
+            else:
+                log.error(f"{type(error).__name__}: {error}" if for_user else traceback.format_exc().rstrip())
             # The exit codes of the jaxpar command.
             code = 2 if isinstance(error, ConfigError) else 130 if isinstance(error, KeyboardInterrupt) else 1
             stop(success=False, exit_code=code)

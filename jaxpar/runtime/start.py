@@ -219,6 +219,13 @@ def _tell_of_failure() -> None:
         time.sleep(_GRACE_S + 2)
 
 
+def failed_process() -> str | None:
+    """Number of a process of this run that has told that it fails, or None."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has, or process 0 is gone
+        return distributed.global_state.client.key_value_try_get(_FAILED)
+    return None
+
+
 def _end_when_another_fails() -> None:
     """Ends this process when another one has said that it fails, because its own collectives need not notice.
 

@@ -105,7 +105,8 @@ def test_one_of_two_processes(on_two_devices, tmp_path: Path, kind, step, broken
     assert culprit.code == 1, culprit.err
     assert left in culprit.err
     assert other.code == 1, other.err
-    assert f"process {broken} of this run has failed" in other.err
+    assert f"process {broken} of this run has failed; its own output says why" in other.err
+    assert "Traceback" not in other.err
     assert rows_of(tmp_path / "run" / "metrics.jsonl")[-1]["step"] <= NEXT_SAVE
     with Store(tmp_path / "run" / "checkpoints") as store:
         assert store.steps() == [2]
