@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.checkpoint import commit
+from jaxpar.checkpoint.agreement import damage_for_all
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.paths import leaves_by_path, path_string
 from jaxpar.checkpoint.places import CHECKPOINTS, choose_step, locate
@@ -153,9 +154,10 @@ def restore(store: Store, step: int, program: Program) -> tuple[TrainState, Plac
 
     Raises:
         CheckpointError: leaves do not fit.
-        DamagedCheckpointError: they cannot be read, or are not what was saved.
+        DamagedCheckpointError: they cannot be read, or are not what was saved; raised by all processes alike.
     """
-    metadata = store.metadata(step)
+    with damage_for_all():
+        metadata = store.metadata(step)
     abstract = {name: getattr(program.abstract_state, name) for name in SECTIONS}
     sections = store.restore(
         step,

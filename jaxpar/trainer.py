@@ -7,12 +7,13 @@ import dataclasses
 import math
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 
 from jaxpar import resume
+from jaxpar.checkpoint.agreement import damage_for_all
 from jaxpar.checkpoint.commit import Keep
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.places import CHECKPOINTS
@@ -33,7 +34,7 @@ from jaxpar.runtime.interrupt import Interrupts, StopReason
 from jaxpar.runtime.lock import RunLock
 from jaxpar.runtime.memory import device_memory
 from jaxpar.runtime.self_test import self_test
-from jaxpar.runtime.start import Processes, meet, start, stop
+from jaxpar.runtime.start import Processes, failed_process, meet, start, stop
 from jaxpar.runtime.vote import Ballot, StopVote
 from jaxpar.sharding import batch_sharding
 from jaxpar.state import TrainState
@@ -92,7 +93,8 @@ class Trainer:
         Raises:
             ConfigError: the config cannot be run; nothing was written.
             StartError: devices or processes are not as configured.
-            RunFailed: loss or gradient is not finite.
+            RunFailed: loss or gradient is not finite, or metrics cannot be written.
+            CheckpointError: a checkpoint cannot be written, or none can be read; names the last good one.
         """
         log = RunLog(process_id=self.config.runtime.process_id)
         with log:
@@ -256,13 +258,14 @@ class _Loop:
         """State and place of a checkpoint; of the one before it, where it turns out to be damaged."""
         while True:
             try:
-                resume.check_same_run(directory, step, self.config, self.datasets.train)
+                with damage_for_all():
+                    resume.check_same_run(directory, step, self.config, self.datasets.train)
                 with Store(directory) as source:
                     state, place = resume.restore(source, step, self.program)
                 break
-            except DamagedCheckpointError as error:
-                older = resume.find_older(self.config, directory, step)
-                if older is None or not error.agreed:
+            except DamagedCheckpointError as error:  # on all processes
+                older = resume.agree(resume.find_older(self.config, directory, step))
+                if older is None:
                     raise
                 self.log.warn(f"checkpoint of step {step} is passed over: {error}")
                 if directory.absolute() == self.store.directory:
@@ -340,8 +343,23 @@ class _Loop:
         if self.metrics:
             row = {name: value for name, value in dataclasses.asdict(report).items() if value is not None}
             row |= {"tokens": tokens, "cross_entropy": metrics["cross_entropy"], "skipped": metrics["skipped"]}
-            self.metrics.train(row | ({"ids": pending.ids} if pending.ids else {}))
+            self._record(self.metrics.train, row | ({"ids": pending.ids} if pending.ids else {}))
         self._check_finite(pending.step, metrics)
+
+    def _record(self, write: Callable[[dict], None], row: dict) -> None:
+        try:
+            write(row)
+        except OSError as error:  # most often a full disk, on which the next checkpoint would fail as well
+            raise RunFailed(
+                f"step {row['step']}: the metrics in {self.config.run.dir} cannot be written ({error}); {self._left()}"
+            ) from error
+
+    def _left(self) -> str:
+        """What there is to go on from."""
+        latest = self.store.latest()
+        if latest is None:
+            return "there is no checkpoint"
+        return f"the newest checkpoint is step {latest} in {self.store.directory}"
 
     def _check_finite(self, step: int, metrics: dict[str, float]) -> None:
         if not metrics["skipped"]:
@@ -353,13 +371,9 @@ class _Loop:
             self.log.warn(f"{what}; the step was skipped, parameters are unchanged")
             return
         self.store.wait()
-        latest = self.store.latest()
-        left = (
-            f"the newest checkpoint is step {latest} in {self.store.directory}" if latest else "there is no checkpoint"
-        )
         raise RunFailed(
-            f"{what} is not finite{self._skip_history()}; {left}. Lower optim.lr, lengthen optim.warmup_steps, or let "
-            f'train.nonfinite = "skip" pass over single bad batches'
+            f"{what} is not finite{self._skip_history()}; {self._left()}. Lower optim.lr, lengthen "
+            'optim.warmup_steps, or let train.nonfinite = "skip" pass over single bad batches'
         )
 
     def _skip_history(self) -> str:
@@ -387,7 +401,8 @@ class _Loop:
         self.evaluated_at = self.place.step
         self.progress.evaluation(self.place.step, self.eval_loss, int(tokens))
         if self.metrics:
-            self.metrics.evaluation({"step": self.place.step, "eval_loss": self.eval_loss, "eval_tokens": int(tokens)})
+            row = {"step": self.place.step, "eval_loss": self.eval_loss, "eval_tokens": int(tokens)}
+            self._record(self.metrics.evaluation, row)
         self.clock = time.perf_counter()
 
     def _save_is_due(self) -> bool:
@@ -458,7 +473,10 @@ def _one_end_for_all(processes: Processes, log: RunLog) -> Iterator[None]:
     except BaseException as error:
         if processes.num_processes > 1:
             for_user = isinstance(error, ConfigError | CheckpointError | RunFailed | KeyboardInterrupt)
-            log.error(f"{type(error).__name__}: {error}" if for_user else traceback.format_exc().rstrip())
+            if isinstance(error, jax.errors.JaxRuntimeError) and (failed := failed_process()) is not None:
+                log.error(f"process {failed} of this run has failed; its own output says why ({error})")
+            else:
+                log.error(f"{type(error).__name__}: {error}" if for_user else traceback.format_exc().rstrip())
             # The exit codes of the jaxpar command.
             code = 2 if isinstance(error, ConfigError) else 130 if isinstance(error, KeyboardInterrupt) else 1
             stop(success=False, exit_code=code)

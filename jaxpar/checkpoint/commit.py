@@ -9,6 +9,7 @@ its size. What the files hold is looked at when a step is read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -164,11 +165,12 @@ def scan(directory: Path) -> tuple[list[int], list[tuple[int, str]]]:
         if not entry.is_dir():
             continue
         if _STEP.fullmatch(entry.name):
-            why = fault(entry)
-            if why is None:
-                complete.append(int(entry.name))
-            else:
-                skipped.append((int(entry.name), why))
+            with contextlib.suppress(FileNotFoundError):
+                why = fault(entry)
+                if why is None:
+                    complete.append(int(entry.name))
+                elif entry.exists():  # otherwise the run that writes here has just removed it
+                    skipped.append((int(entry.name), why))
         elif remnant := _REMNANT.fullmatch(entry.name):
             what = "its removal" if remnant[2] == "removing" else "its save"
             skipped.append((int(remnant[1]), f"{what} was interrupted ({entry.name})"))

@@ -10,11 +10,4 @@ class NoCheckpointError(CheckpointError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """What is on disk is not what was written: files missing, cut short or changed. An older step may be whole.
-
-    ``agreed``: every process of the run sees the same damage; otherwise others may still be reading.
-    """
-
-    def __init__(self, message: str, *, agreed: bool = True):
-        super().__init__(message)
-        self.agreed = agreed
+    """What is on disk is not what was written: files missing, cut short or changed. An older step may be whole."""

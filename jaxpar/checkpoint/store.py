@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import commit
+from jaxpar.checkpoint.agreement import damage_for_all
 from jaxpar.checkpoint.checksum import array_checksums, to_text
 from jaxpar.checkpoint.chunks import saving_chunk_bytes
 from jaxpar.checkpoint.commit import Keep
@@ -193,11 +194,15 @@ class Store:
 
     def steps(self) -> list[int]:
         """Complete steps, ascending. Does not include a save in progress."""
-        return [step for step in commit.scan(self.directory)[0] if step != self._saving]
+        return [step for step in commit.scan(self.directory)[0] if step != self._in_progress()]
 
     def skipped(self) -> list[tuple[int, str]]:
         """(step, why) of unfinished and damaged steps, which are ignored; a later save at their step replaces them."""
-        return [(step, why) for step, why in commit.scan(self.directory)[1] if step != self._saving]
+        return [(step, why) for step, why in commit.scan(self.directory)[1] if step != self._in_progress()]
+
+    def _in_progress(self) -> int | None:
+        """The step that is being saved; None also when its save has ended, well or not, and nobody has waited yet."""
+        return None if self._saved is None or self._saved.done() else self._saving
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -253,10 +258,15 @@ class Store:
         Raises:
             CheckpointError: One message, before any data is read, with every missing, unexpected, wrong-shape and
                 wrong-dtype leaf, every missing section, every target without sharding.
-            DamagedCheckpointError: The data cannot be read, or is not what was saved; names the leaves.
+            DamagedCheckpointError: The data cannot be read, or is not what was saved; names the leaves. Raised by all
+                processes, whichever met it.
         """
         self.wait()
-        stored = self.leaves(step)
+        with damage_for_all():
+            stored = self.leaves(step)
+            mark = commit.read_commit_mark(self.directory / str(step))
+            if mark is None:
+                raise self._unreadable(step, f"{commit.COMMIT_MARK} is damaged")
         sections = sections_by_path(abstract_state)
         targets = {path_string(s, path): leaf for s, leaves in sections.items() for path, leaf in leaves.items()}
         if problems := misfits(targets, stored, stored_shapes, ignore, cast=cast):
@@ -266,21 +276,21 @@ class Store:
                 + "\n-> use the model, optimizer and precision settings that wrote it (they are in its metadata)"
             )
         as_stored = {name: _with_dtype(leaf, stored[name].dtype) for name, leaf in targets.items()}
-        named = self._load(step, as_stored)
-        if verify:
-            self._compare_checksums(step, named, stored_shapes)
+        with damage_for_all():
+            named = self._load(step, as_stored)
+        if verify and mark.checksums and named:
+            self._compare_checksums(step, named, stored_shapes, mark.checksums)
         state = {}
         for section, tree in abstract_state.items():
             arrays = [_cast(named[path_string(section, path)], leaf) for path, leaf in sections[section].items()]
             state[section] = jax.tree.unflatten(jax.tree.structure(tree), arrays)
         return state
 
-    def _compare_checksums(self, step: int, arrays: Mapping[str, jax.Array], stored_shapes: StoredShapes) -> None:
-        mark = commit.read_commit_mark(self.directory / str(step))
-        if mark is None or not mark.checksums or not arrays:
-            return
+    def _compare_checksums(
+        self, step: int, arrays: Mapping[str, jax.Array], stored_shapes: StoredShapes, saved: Mapping[str, str]
+    ) -> None:
         found = np.asarray(array_checksums(arrays, stored_shapes))
-        changed = [name for name, sums in zip(arrays, found, strict=True) if to_text(sums) != mark.checksums.get(name)]
+        changed = [name for name, sums in zip(arrays, found, strict=True) if to_text(sums) != saved.get(name)]
         if changed:
             raise self._unreadable(step, f"checksums differ: the data of {', '.join(changed)} is not what was saved")
 
@@ -345,13 +355,12 @@ class Store:
         try:
             return load_arrays(self.directory / str(step), targets)
         except DamagedCheckpointError as error:
-            raise self._unreadable(step, str(error), agreed=jax.process_count() == 1) from error
+            raise self._unreadable(step, str(error)) from error
 
-    def _unreadable(self, step: int, reason: str, *, agreed: bool = True) -> DamagedCheckpointError:
+    def _unreadable(self, step: int, reason: str) -> DamagedCheckpointError:
         others = ", ".join(str(other) for other in self.steps() if other != step) or "there is none"
         return DamagedCheckpointError(
-            f"step {step} of {self.directory} cannot be read: {reason}\n-> resume from another step: {others}",
-            agreed=agreed,
+            f"step {step} of {self.directory} cannot be read: {reason}\n-> resume from another step: {others}"
         )
 
 
@@ -391,6 +400,8 @@ def write_skeleton(directory: Path, num_dims: Mapping[str, int], metadata: Mappi
 def _saving_context() -> ocp.Context:
     """Orbax options of every save."""
     context = ocp.Context()
+    # Where the directory cannot be made, Orbax's threads would wait for it for 5 minutes, and the process for them.
+    context.asynchronous.create_directories_asynchronously = False
     context.array.saving.use_compression = False  # trained weights hardly compress, and chunks stay cheap to slice
     # Replicas share the writing of a replicated array; for small ones that only costs a compiled slice per shape.
     context.array.saving.min_slice_bytes_for_replica_parallel = _REPLICA_SLICE_BYTES

@@ -53,5 +53,6 @@ def main() -> None:
         code = EXIT_CODES.get(type(error).__name__)
         if code is None:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        # A note tells of what failed besides: the save that was in progress.
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(code)

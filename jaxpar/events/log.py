@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,7 @@ class RunLog:
         self._terminal = Terminal(stream)
         self._file: TextIO | None = None
         self._early: list[str] = []
+        self._lost = False
 
     def open(self, path: Path) -> None:
         """Also writes to ``path`` from now on, beginning with what was said before the run directory existed."""
@@ -65,14 +67,21 @@ class RunLog:
             return
         stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
         if self._file is None:
-            self._early.append(stamped)
-        else:
+            if not self._lost:
+                self._early.append(stamped)
+            return
+        try:
             self._file.write(stamped)
             self._file.flush()
+        except OSError as error:  # a full disk; what is told may be just that, and must not be lost over it
+            self._lost = True
+            self._terminal.line(f"warning: {self._file.name} is no longer written: {error.strerror or error}")
+            self.close()
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what could not be written is still in its buffer
+                self._file.close()
             self._file = None
 
     def __enter__(self) -> Self:

@@ -46,13 +46,20 @@ class MetricsLog:
         self.path = Path(path)
         self.dropped_rows = _drop_rows_after(self.path, -1 if resume_step is None else resume_step)
         """Rows removed on opening: steps that will be trained again, and a last line cut off by a crash."""
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)  # nothing is left over for closing to fail on
 
     def write(self, row: Mapping[str, Value]) -> None:
-        """Appends one row; raises TypeError for a value that is not a plain number, string or sequence of numbers."""
+        """Appends one row.
+
+        Raises:
+            TypeError: a value is not a plain number, string or sequence of numbers.
+            OSError: the disk is full; the line may be cut off.
+        """
         assert "step" in row, f"a row of metrics needs a step, got {sorted(row)}"
-        self._file.write(json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False) + "\n")
-        self._file.flush()
+        text = json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False) + "\n"
+        line = memoryview(text.encode())
+        while line:
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()

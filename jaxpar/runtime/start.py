@@ -111,11 +111,7 @@ def stop(*, success: bool, exit_code: int = 1) -> None:
     if not jax.distributed.is_initialized():
         return
     if not success:
-        _leaving.set()
         _tell_of_failure()
-        if jax.process_index() == 0:
-            # The coordination service goes with this process, and JAX aborts those that still use it.
-            time.sleep(_GRACE_S + 2)
         _leave(exit_code)
     try:
         # JAX's own barrier would take 100 s to notice a process that has failed; a collective with it fails at once.
@@ -213,9 +209,21 @@ _GRACE_S = 5
 
 
 def _tell_of_failure() -> None:
+    """Tells the other processes that this one ends; process 0 returns when they have had the time to end too."""
+    _leaving.set()
     # JaxRuntimeError: process 0, where the service runs, is gone already.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         distributed.global_state.client.key_value_set(_FAILED, str(jax.process_index()), allow_overwrite=True)
+    if jax.process_index() == 0:
+        # The coordination service goes with this process, and JAX aborts those that still use it.
+        time.sleep(_GRACE_S + 2)
+
+
+def failed_process() -> str | None:
+    """Number of a process of this run that has told that it fails, or None."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has, or process 0 is gone
+        return distributed.global_state.client.key_value_try_get(_FAILED)
+    return None
 
 
 def _end_when_another_fails() -> None:

@@ -323,6 +323,24 @@ def test_a_complete_step_is_never_overwritten(copy):
     assert_restored(restore(copy, 30, abstract(make_state())), make_state(30), abstract(make_state()))
 
 
+def test_a_step_that_is_removed_while_others_look_is_not_there(copy, monkeypatch):
+    """The run that writes removes old steps; a reader must neither fail nor call them damaged."""
+    fault = commit.fault
+
+    def remove_and_look(step_directory: Path) -> str | None:
+        shutil.rmtree(step_directory)
+        return fault(step_directory)
+
+    def look_and_remove(step_directory: Path) -> str:
+        shutil.rmtree(step_directory)
+        return "file _METADATA is missing"
+
+    for look in (remove_and_look, look_and_remove):
+        monkeypatch.setattr(commit, "fault", look)
+        assert commit.scan(copy) == ([], [])
+        (copy / "50").mkdir()
+
+
 def test_unrelated_entries_are_left_alone(copy):
     (copy / "notes").mkdir()
     (copy / "007").mkdir()

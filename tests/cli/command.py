@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
 from jaxpar.cli.main import main
+from jaxpar.config import Config, config_to_toml
 
 ROOT = Path(__file__).parents[2]
+PROGRAM = ("-m", "jaxpar")
 PATIENCE_S = 300
 """Longest wait for anything here: a loaded machine is slow, and only what hangs takes longer."""
 
@@ -50,7 +53,7 @@ class Command:
 def start(
     *arguments: str,
     cwd: Path,
-    program: tuple[str, ...] = ("-m", "jaxpar"),
+    program: tuple[str, ...] = PROGRAM,
     environment: Mapping[str, str] = NOTHING_MORE,
 ) -> subprocess.Popen:
     """Starts ``python -m jaxpar`` (or ``program``) in ``cwd``; its output goes to pipes."""
@@ -70,6 +73,30 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def start_all(
+    config: Config, *overrides: str, cwd: Path, programs: Sequence[tuple[str, ...]] = (PROGRAM, PROGRAM)
+) -> list[subprocess.Popen]:
+    """Starts ``train`` on one config in as many processes as there are programs; process i is started by program i."""
+    together = [f"runtime.num_processes={len(programs)}", f"runtime.coordinator=127.0.0.1:{free_port()}"]
+    (cwd / "config.toml").write_text(config_to_toml(config))
+    return [
+        start("train", "config.toml", f"runtime.process_id={i}", *together, *overrides, cwd=cwd, program=program)
+        for i, program in enumerate(programs)
+    ]
+
+
+def finish_all(processes: list[subprocess.Popen]) -> list[Result]:
+    """As ``finish``; none is left running."""
+    with ended(*processes):
+        return [finish(process) for process in processes]
 
 
 def finish(process: subprocess.Popen) -> Result:

@@ -2,18 +2,8 @@ import pytest
 
 from jaxpar.config import config_to_toml
 from tests.cli.command import Command
-from tests.trainer.runs import reuse_train_steps, share_compiled_programs, tiny
-
-
-@pytest.fixture(scope="package", autouse=True)
-def compiled_programs(tmp_path_factory):
-    yield from share_compiled_programs(tmp_path_factory.getbasetemp() / "compiled")
-
-
-@pytest.fixture(autouse=True)
-def train_steps(monkeypatch):
-    """For single tests; fixtures of a wider scope trace and compile as users do."""
-    reuse_train_steps(monkeypatch)
+from tests.trainer.fixtures import compiled_programs, train_steps  # noqa: F401
+from tests.trainer.runs import tiny
 
 
 @pytest.fixture

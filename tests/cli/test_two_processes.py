@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -11,13 +10,10 @@ import numpy as np
 import pytest
 
 from jaxpar.checkpoint.store import Store
-from jaxpar.config import config_to_toml
-from tests.cli.command import Result, ended, finish, start, wait_until
+from tests.cli.command import PROGRAM, ended, finish, finish_all, start_all, wait_until
 from tests.trainer.runs import column, rows_of, run, tiny
 
 pytestmark = pytest.mark.proof
-
-PROGRAM = ("-m", "jaxpar")
 
 FAILING = (
     "-c",
@@ -38,30 +34,14 @@ main()
 )
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def start_both(tmp_path: Path, *overrides: str, programs: tuple = (PROGRAM, PROGRAM)) -> list[subprocess.Popen]:
-    runtime = {"cpu_devices": 4, "num_processes": 2, "coordinator": f"127.0.0.1:{free_port()}"}
     # Above the test's own directory, so that the tests share compiled programs.
-    config = tiny(Path("run"), runtime={**runtime, "compilation_cache": str(tmp_path.parent / "compiled_for_two")})
-    (tmp_path / "two.toml").write_text(config_to_toml(config))
-    return [
-        start("train", "two.toml", f"runtime.process_id={i}", *overrides, cwd=tmp_path, program=program)
-        for i, program in enumerate(programs)
-    ]
-
-
-def finish_both(processes: list[subprocess.Popen]) -> list[Result]:
-    with ended(*processes):
-        return [finish(process) for process in processes]
+    runtime = {"cpu_devices": 4, "compilation_cache": str(tmp_path.parent / "compiled_for_two")}
+    return start_all(tiny(Path("run"), runtime=runtime), *overrides, cwd=tmp_path, programs=programs)
 
 
 def test_the_same_run_as_one_process_of_eight_devices(tmp_path):
-    first, second = finish_both(start_both(tmp_path, "train.stop_at=4", "--json"))
+    first, second = finish_all(start_both(tmp_path, "train.stop_at=4", "--json"))
     assert (first.code, second.code) == (0, 0), (first.err, second.err)
     assert "2 processes x 4 = 8 devices (cpu)" in first.err
     assert "step 4/4" in first.err
@@ -98,7 +78,7 @@ def test_an_interruption_ends_both_after_the_same_step(tmp_path, told):
         assert store.steps() == [step]
         assert store.skipped() == []
 
-    again = finish_both(start_both(tmp_path, f"train.stop_at={step + 3}", "train.steps=2000"))
+    again = finish_all(start_both(tmp_path, f"train.stop_at={step + 3}", "train.steps=2000"))
     assert [result.code for result in again] == [0, 0], [result.err for result in again]
     assert column(rows_of(metrics), "step") == list(range(1, step + 4))
 
@@ -121,15 +101,15 @@ def test_an_error_in_one_process_ends_both(tmp_path, failing):
         latest = store.latest()
     assert latest
 
-    again = finish_both(start_both(tmp_path, f"train.stop_at={latest + 1}"))
+    again = finish_all(start_both(tmp_path, f"train.stop_at={latest + 1}"))
     assert [result.code for result in again] == [0, 0], [result.err for result in again]
     assert f"resumed from step {latest}" in again[0].err
 
 
 def test_bad_input_that_shows_late_exits_2_on_both(tmp_path):
     """The seed is compared with the checkpoint's only after the processes have met."""
-    assert [result.code for result in finish_both(start_both(tmp_path, "train.stop_at=1"))] == [0, 0]
-    results = finish_both(start_both(tmp_path, "run.seed=1"))
+    assert [result.code for result in finish_all(start_both(tmp_path, "train.stop_at=1"))] == [0, 0]
+    results = finish_all(start_both(tmp_path, "run.seed=1"))
     assert [result.code for result in results] == [2, 2], [result.err for result in results]
     for result in results:
         assert "run.seed = 1" in result.err
@@ -137,7 +117,7 @@ def test_bad_input_that_shows_late_exits_2_on_both(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_both_with_the_step(tmp_path):
-    results = finish_both(start_both(tmp_path, "optim.lr=1e30"))
+    results = finish_all(start_both(tmp_path, "optim.lr=1e30"))
     assert [result.code for result in results] == [1, 1]
     step = rows_of(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     for result in results:

@@ -162,6 +162,17 @@ def test_durations(seconds, text):
     assert format_duration(seconds) == text
 
 
+def test_a_full_disk_does_not_silence_the_terminal(tmp_path, capsys):
+    """Nor does it raise in the middle of telling about another error."""
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    with RunLog() as log:
+        log.open(tmp_path / "log.txt")
+        log.error("bad")
+        log.say("worse")
+    warning = f"warning: {tmp_path}/log.txt is no longer written: No space left on device"
+    assert capsys.readouterr().err.splitlines() == ["error: bad", warning, "worse"]
+
+
 def test_the_log_keeps_what_was_said_before_it_had_a_file(tmp_path, capsys):
     log = RunLog()
     log.say("before")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.cli.test_two_processes import finish_both, start_both
+from tests.cli.command import finish_all
+from tests.cli.test_two_processes import start_both
 from tests.parity.harness import gradient_errors
 from tests.trainer.runs import run, saved_arrays
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.proof
 def test_two_processes_equal_one(tmp_path):
     both, alone = tmp_path / "run", tmp_path / "alone"
     for stop_at in (1, 3):
-        results = finish_both(start_both(tmp_path, f"train.stop_at={stop_at}", "checkpoint.keep=3"))
+        results = finish_all(start_both(tmp_path, f"train.stop_at={stop_at}", "checkpoint.keep=3"))
         assert [result.code for result in results] == [0, 0], results[0].err
         run(alone, train={"stop_at": stop_at}, checkpoint={"keep": 3})
 

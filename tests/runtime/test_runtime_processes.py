@@ -34,7 +34,7 @@ print("saves:", [Ballot.of(vote.cast(Ballot(StopReason.NONE, save=process_id == 
 meet("here")
 if process_id == 1 and mode == "late":
     time.sleep(1.5)
-if process_id == 1 and mode == "fail":
+if mode == f"fail {process_id}":
     time.sleep(0.5)
     raise ValueError("something broke")
 stop(success=True)
@@ -126,12 +126,21 @@ def test_two_processes_start_agree_and_leave_together(coordinator):
 
 def test_a_process_that_fails_takes_the_others_with_it_at_once(coordinator):
     """Process 1 raises and nobody calls stop(). JAX's exit handlers would keep both here for minutes."""
-    ended = finish([launch(RUN, p, coordinator, "fail") for p in (0, 1)], limit_s=45)
+    ended = finish([launch(RUN, p, coordinator, "fail 1") for p in (0, 1)], limit_s=45)
     assert [code for code, _, _ in ended] == [1, 1], ended
     assert "error: another process of this run has failed" in ended[0][2]
     assert "ValueError: something broke" in ended[1][2]
     assert "error: process 1 of 2 ends without the others" in ended[1][2]
     assert not any("left together" in out for _, out, _ in ended)
+
+
+@pytest.mark.proof
+def test_process_0_waits_for_the_others_when_it_fails(coordinator):
+    """The coordination service ends with it, and JAX aborts who still uses it (SIGABRT)."""
+    ended = finish([launch(RUN, p, coordinator, "fail 0") for p in (0, 1)])
+    assert [code for code, _, _ in ended] == [1, 1], ended
+    assert "error: process 0 of 2 ends without the others" in ended[0][2]
+    assert "error: process 0 of this run has failed; its own output says why" in ended[1][2]
 
 
 def test_a_process_alone_says_who_is_missing_and_is_not_aborted(coordinator, other_coordinator):
