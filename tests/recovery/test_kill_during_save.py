@@ -23,14 +23,15 @@ def pausing(place: str) -> tuple[str, ...]:
     return ("-m", "tests.recovery.pausing", place, str(KILLED_AT))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("programs", "killed", "why"),
     [
         pytest.param((PROGRAM, pausing("arrays")), {1}, CUT_OFF, id="one, writing its arrays"),
-        pytest.param((pausing("tree"), PROGRAM), {0}, CUT_OFF, id="process 0, finishing", marks=pytest.mark.proof),
-        pytest.param((pausing("mark"), PROGRAM), {0}, NOT_MARKED, id="process 0, committing", marks=pytest.mark.proof),
-        pytest.param((PROGRAM, pausing("arrays")), {0, 1}, CUT_OFF, id="all, writing", marks=pytest.mark.proof),
-        pytest.param((pausing("mark"), PROGRAM), {0, 1}, NOT_MARKED, id="all, committing", marks=pytest.mark.proof),
+        pytest.param((pausing("tree"), PROGRAM), {0}, CUT_OFF, id="process 0, finishing"),
+        pytest.param((pausing("mark"), PROGRAM), {0}, NOT_MARKED, id="process 0, committing"),
+        pytest.param((PROGRAM, pausing("arrays")), {0, 1}, CUT_OFF, id="all, writing"),
+        pytest.param((pausing("mark"), PROGRAM), {0, 1}, NOT_MARKED, id="all, committing"),
     ],
 )
 def test_killed_in_a_save(on_two_devices, uninterrupted, jaxpar: Command, tmp_path: Path, programs, killed, why):
