@@ -232,16 +232,18 @@ def reshard(
         DamagedCheckpointError: What was read is not what was saved, or the copy is not what was read.
     """
     slab_bytes = slab_bytes_within(max_memory)
-    writer = StepWriter(Path(destination), planned.step, planned.arrays, planned.metadata, planned.identity)
     names = {name: name for name in planned.arrays}
-    copy_arrays(planned.reader, writer, names, planned.checksums, slab_bytes=slab_bytes, progress=progress)
-    grown = writer.close()
-    if verify:
-        verdict = verify_step(grown, progress, slab_bytes=slab_bytes)
-        if verdict.faults:
-            listed = "\n  ".join(verdict.faults)
-            raise DamagedCheckpointError(f"the copy in {grown} is not what was read:\n  {listed}\n-> check the disk")
-    return writer.publish()
+    with StepWriter(Path(destination), planned.step, planned.arrays, planned.metadata, planned.identity) as writer:
+        copy_arrays(planned.reader, writer, names, planned.checksums, slab_bytes=slab_bytes, progress=progress)
+        grown = writer.close()
+        if verify:
+            verdict = verify_step(grown, progress, slab_bytes=slab_bytes)
+            if verdict.faults:
+                listed = "\n  ".join(verdict.faults)
+                raise DamagedCheckpointError(
+                    f"the copy in {grown} is not what was read:\n  {listed}\n-> check the disk"
+                )
+        return writer.publish()
 
 
 def placements(

@@ -90,6 +90,7 @@ def copy_arrays(
                 f"{source} lies in chunks of {whole / 2**20:.0f} MiB; give at least "
                 f"{(whole - slab_bytes) * COPIES_OF_A_SLAB / 2**20:.0f} MiB more memory"
             )
+        writer.begin(name, slab)
         read = np.zeros(2, np.uint32)
         for number, box in enumerate(boxes(target.shape, slab)):
             if not writer.done(name, number):

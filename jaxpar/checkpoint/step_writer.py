@@ -8,6 +8,7 @@ nothing may be yet.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -16,7 +17,8 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import tensorstore as ts
@@ -45,7 +47,10 @@ class NewArray:
 
 
 class StepWriter:
-    """A step that is being written. Slabs of one array may come in any order, each once."""
+    """A step that is being written. Slabs of one array may come in any order, each once.
+
+    A context manager; leaving it lets other copies into the directory, and what is not finished can be gone on with.
+    """
 
     def __init__(
         self, directory: Path, step: int, arrays: Mapping[str, NewArray], metadata: Mapping[str, Any], identity: str
@@ -73,6 +78,7 @@ class StepWriter:
             raise CheckpointError(f"{self.place} is there already; nothing is overwritten\n-> name another directory")
         self._sums: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {name: {} for name in arrays}
         self._writing: tuple[str, int, ts.WriteFutures] | None = None
+        self._slab_shapes: dict[str, tuple[int, ...]] = {}
         self._context = ts.Context(
             {
                 "cache_pool": {"total_bytes_limit": 0},
@@ -81,16 +87,34 @@ class StepWriter:
                 "data_copy_concurrency": {"limit": 4},
             }
         )
-        self.resumed = self._read_journal()
-        """Whether an unfinished step is gone on with."""
-        if not self.resumed:
-            self._create(dict(metadata))
-        self._open = {name: self._open_array(name, create=not self.resumed) for name in arrays}
-        self._journal = (self.work / JOURNAL).open("a")
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{self.work}: another process is writing it") from None
+        self._lock = _locked(directory)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, self._lock)
+            self.resumed = self._read_journal()
+            """Whether an unfinished step is gone on with."""
+            if not self.resumed:
+                self._create(dict(metadata))
+            self._open = {name: self._open_array(name, create=not self.resumed) for name in arrays}
+            self._journal = (self.work / JOURNAL).open("a")
+            on_error.pop_all()
+
+    def __enter__(self) -> Self:
+        """Returns the writer itself."""
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Gives the directory free."""
+        self._journal.close()
+        os.close(self._lock)
+
+    def begin(self, name: str, slab_shape: tuple[int, ...]) -> None:
+        """Says how an array will be cut into slabs, before its first one.
+
+        Slabs that are on disk from a copy that cut it otherwise (with another bound on memory) do not count.
+        """
+        if self._slab_shapes.setdefault(name, slab_shape) != slab_shape:
+            self._sums[name].clear()
+            self._slab_shapes[name] = slab_shape
 
     def done(self, name: str, slab: int) -> bool:
         """Whether a slab is on disk already."""
@@ -145,7 +169,8 @@ class StepWriter:
                 "command again: it goes on from there"
             ) from error
         pair = [[int(part) for part in both] for both in self._sums[name][slab]]
-        self._journal.write(json.dumps({"name": name, "slab": slab, "sums": pair}) + "\n")
+        entry = {"name": name, "slab": slab, "shape": self._slab_shapes[name], "sums": pair}
+        self._journal.write(json.dumps(entry) + "\n")
         self._journal.flush()
 
     def checksum(self, name: str) -> str:
@@ -185,13 +210,14 @@ class StepWriter:
         for line in whole[1:]:
             entry = json.loads(line)
             written, read = (np.array(sums, np.uint32) for sums in entry["sums"])
+            self.begin(entry["name"], tuple(entry["shape"]))
             self._sums[entry["name"]][entry["slab"]] = written, read
         with journal.open("w") as file:
             file.write("\n".join(whole) + "\n")
         return True
 
     def _create(self, metadata: dict[str, Any]) -> None:
-        self.work.mkdir(parents=True)
+        self.work.mkdir()
         write_skeleton(self._step_directory, {name: len(array.shape) for name, array in self.arrays.items()}, metadata)
         for tree in {self._tree(name)[0] for name in self.arrays}:
             for entry in tree.iterdir():
@@ -230,6 +256,24 @@ class StepWriter:
             }
             spec["store_data_equal_to_fill_value"] = True
         return ts.open(spec, open=True, create=create, context=self._context).result()
+
+
+def _locked(directory: Path) -> int:
+    """Makes the directory and keeps other copies out of it; the descriptor, which the kernel closes with the process.
+
+    Raises:
+        CheckpointError: Another copy is being written there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(f"another process is writing a copy to {directory}\n-> wait for it to end") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
 
 
 def _describe_arrays(tree: Path, arrays: Mapping[str, NewArray]) -> None:

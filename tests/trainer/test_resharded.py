@@ -124,6 +124,28 @@ def test_a_copy_that_was_killed_goes_on_where_it_was(source, tmp_path, monkeypat
     assert verify_step(written).faults == ()
 
 
+@pytest.mark.parametrize("slab_bytes", [20_000, 5_000])
+def test_a_killed_copy_goes_on_with_another_bound_on_memory(source, tmp_path, monkeypatch, slab_bytes):
+    """Its slabs are then cut otherwise: those of the array it was at do not count."""
+    planned = plan_resharding(str(source), mesh=TARGET)
+    monkeypatch.setattr("jaxpar.reshard.slab_bytes_within", lambda _: 8_000)
+    copied = 0
+
+    def until_half(num_bytes: int) -> None:
+        nonlocal copied
+        copied += num_bytes
+        if copied > planned.num_bytes / 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        reshard(planned, str(tmp_path / "new"), max_memory=MEMORY, progress=until_half)
+    monkeypatch.setattr("jaxpar.reshard.slab_bytes_within", lambda _: slab_bytes)
+    written = reshard(planned, str(tmp_path / "new"), max_memory=MEMORY)
+    before, after = (saved_arrays_of(step) for step in (source / "checkpoints" / "9", written))
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert verify_step(written).faults == ()
+
+
 def test_an_unfinished_copy_of_something_else_is_not_gone_on_with(source, tmp_path):
     def at_once(num_bytes: int) -> None:
         raise Killed
