@@ -17,15 +17,17 @@ from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.arrays import StepArrays
 from jaxpar.checkpoint.checksum import box_checksum, to_text
 from jaxpar.checkpoint.chunks import as_index, boxes, slab_shape
+from jaxpar.checkpoint.compare import array_type
 from jaxpar.checkpoint.contents import FORMAT_VERSION
-from jaxpar.checkpoint.copying import Progress, slab_bytes_within
-from jaxpar.checkpoint.describe import describe, read_metadata
+from jaxpar.checkpoint.copying import Progress, disk_errors, slab_bytes_within
+from jaxpar.checkpoint.describe import describe
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.keymap_file import read_keymap_file
 from jaxpar.checkpoint.places import choose_step
 from jaxpar.checkpoint.safetensors import TensorDirectory
 from jaxpar.checkpoint.safetensors_writer import TensorFilesWriter
 from jaxpar.checkpoint.side_files import copy_side_files, side_files
+from jaxpar.checkpoint.tensors import ArrayType
 from jaxpar.checkpoint.verify import leaf_checksum
 from jaxpar.checkpoint.views import ExportedTensors, MappedTensors, row_slabs
 from jaxpar.config.dims import with_derived_dims
@@ -35,7 +37,17 @@ from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.hf import hf_keymap, unpadded_shapes
 from jaxpar.model.keymap import decoder_ignored
 from jaxpar.plan.parameters import param_count
-from jaxpar.reshard import CONVERTIBLE, FLOAT_TYPES, PARAMS, Resharding, plan_copy, type_bytes
+from jaxpar.reshard import (
+    CONVERTIBLE,
+    FLOAT_TYPES,
+    PARAMS,
+    Resharding,
+    files_identity,
+    largest_chunk,
+    open_step,
+    plan_copy,
+    type_bytes,
+)
 from jaxpar.resume import model_fingerprint
 
 SIDE_DIRECTORY = "huggingface"
@@ -75,8 +87,8 @@ def plan_hf_import(source: str, *, mesh: Mapping[str, int] | None, dtype: str | 
         prefix=PARAMS,
         origin=source,
     )
-    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in Path(source).iterdir())
-    return _planned_import(source, reader, model, mesh=mesh, dtype=dtype, identity=f"{source} {files}")
+    identity = files_identity(Path(source))
+    return _planned_import(source, reader, model, mesh=mesh, dtype=dtype, identity=identity, largest_chunk=0)
 
 
 def plan_foreign_import(
@@ -100,8 +112,9 @@ def plan_foreign_import(
     rules = read_keymap_file(keymap)
     model = with_derived_dims(config.model)
     step_directory = describe(source, step).step_directory
+    arrays = StepArrays(step_directory)
     reader = MappedTensors(
-        StepArrays(step_directory),
+        arrays,
         rules.plan,
         shapes=unpadded_shapes(model),
         sizes=rules.sizes,
@@ -109,8 +122,16 @@ def plan_foreign_import(
         prefix=PARAMS,
         origin=str(step_directory),
     )
-    identity = f"{step_directory} {Path(keymap).read_text()}"
-    return _planned_import(str(step_directory), reader, model, mesh=mesh, dtype=dtype, identity=identity)
+    identity = f"{files_identity(step_directory)} {Path(keymap).read_text()}"
+    return _planned_import(
+        str(step_directory),
+        reader,
+        model,
+        mesh=mesh,
+        dtype=dtype,
+        identity=identity,
+        largest_chunk=largest_chunk(arrays),
+    )
 
 
 def _planned_import(
@@ -121,6 +142,7 @@ def _planned_import(
     mesh: Mapping[str, int] | None,
     dtype: str | None,
     identity: str,
+    largest_chunk: int,
 ) -> Resharding:
     stored = {np.dtype(leaf.dtype).name for leaf in reader.types.values()}
     params = dtype or (stored.pop() if len(stored) == 1 else "float32")
@@ -142,6 +164,7 @@ def _planned_import(
         metadata=metadata,
         checksums={},
         identity=identity,
+        largest_chunk=largest_chunk,
         step=0,
         mesh=mesh,
         dtype=dtype,
@@ -200,12 +223,11 @@ def plan_export(source: str, *, step: int | None, dtype: str | None, tokenizer: 
     """
     directory, step = choose_step(source, step)
     step_directory = directory / str(step)
-    metadata = read_metadata(step_directory)
+    arrays, metadata = open_step(step_directory)
     settings = metadata.get("config", {}).get("model")
     if settings is None:
         raise CheckpointError(f"{step_directory} does not say what model it holds, so it cannot be exported")
     model = ModelConfig(**settings)
-    arrays = StepArrays(step_directory)
     tensors = ExportedTensors(arrays, hf_keymap(model), prefix=PARAMS)
     types = {
         name: jax.ShapeDtypeStruct(
@@ -217,7 +239,6 @@ def plan_export(source: str, *, step: int | None, dtype: str | None, tokenizer: 
     original = _original_config(side_directory, model)
     seq_len = metadata["config"].get("data", {}).get("seq_len")
     written = dtype or np.dtype(next(iter(tensors.types.values())).dtype).name
-    mark = commit.read_commit_mark(step_directory)
     return Export(
         source=step_directory,
         arrays=arrays,
@@ -228,7 +249,7 @@ def plan_export(source: str, *, step: int | None, dtype: str | None, tokenizer: 
             model, written, original=original, max_positions=None if "max_position_embeddings" in original else seq_len
         ),
         side_directory=side_directory,
-        identity=f"{step_directory} {mark.checksums if mark else ''} {written}",
+        identity=f"{files_identity(step_directory)} {written}",
     )
 
 
@@ -252,6 +273,11 @@ def export(planned: Export, destination: str, *, max_memory: int, progress: Prog
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise CheckpointError(f"{place} is there already; nothing is overwritten\n-> name another directory")
     slab_bytes = slab_bytes_within(max_memory)
+    with disk_errors(place):
+        return _export(planned, place, slab_bytes, progress)
+
+
+def _export(planned: Export, place: Path, slab_bytes: int, progress: Progress) -> Path:
     mark = commit.read_commit_mark(planned.source)
     for name in planned.param_names:
         found = to_text(leaf_checksum(planned.arrays, name, progress, slab_bytes=slab_bytes))
@@ -278,11 +304,15 @@ def _write_tensors(planned: Export, work: Path, slab_bytes: int, progress: Progr
     if header not in ("", identity):
         raise CheckpointError(f"{work} is an unfinished export of something else\n-> finish that, or remove it")
     done = [entry for entry in map(_journal_entry, lines) if entry is not None]
-    journal.write_text("".join(f"{line}\n" for line in [identity, *map(json.dumps, done)]))
-    if not any(work.glob("*.partial")) and any(work.glob("*.safetensors")):  # stopped after the last tensor
+    rewritten = journal.with_name(f"{_JOURNAL}.writing")
+    rewritten.write_text("".join(f"{line}\n" for line in [identity, *map(json.dumps, done)]))
+    rewritten.rename(journal)
+    stopped_after_the_last = not any(work.glob("*.safetensors*.partial")) and any(work.glob("*.safetensors"))
+    if stopped_after_the_last:
         progress(planned.num_bytes)
         return
     with TensorFilesWriter(work, planned.types) as writer, journal.open("a") as file:
+        known = {tuple(entry) for entry in done}
         pending: list[list] = []
         unsynced = 0
 
@@ -297,7 +327,7 @@ def _write_tensors(planned: Export, work: Path, slab_bytes: int, progress: Progr
         for name, leaf in planned.types.items():
             for row, box in row_slabs(leaf, slab_bytes):
                 rows = box[0].stop - row if box else 1
-                if [name, row, rows] in done:
+                if (name, row, rows) in known:
                     writer.mark_written(name, row, row + rows)
                 else:
                     values = planned.tensors.read(name, box).astype(leaf.dtype, copy=False)
@@ -331,6 +361,8 @@ def _compare(planned: Export, work: Path, slab_bytes: int, progress: Progress) -
             prefix=PARAMS,
             origin=str(work),
         )
+        if changed := [name for name, leaf in planned.types.items() if not _same_type(directory.types.get(name), leaf)]:
+            raise CheckpointError(f"{work} is an unfinished export of something else ({changed[0]})\n-> remove it")
         for name, leaf in view.types.items():
             stored = planned.arrays.types[name]
             slab = slab_shape(stored.shape, stored.read_chunk, stored.dtype.itemsize, slab_bytes // 2)
@@ -340,6 +372,10 @@ def _compare(planned: Export, work: Path, slab_bytes: int, progress: Progress) -
                 if (box_checksum(view.read(name, as_index(box)), origin) != box_checksum(wanted, origin)).any():
                     raise DamagedCheckpointError(f"{name} in {work} is not what was read, at {origin}")
                 progress(wanted.nbytes)
+
+
+def _same_type(found: ArrayType | None, wanted: ArrayType) -> bool:
+    return found is not None and array_type(found) == array_type(wanted)
 
 
 def _side_directory(directory: Path, metadata: Mapping[str, Any], tokenizer: str | None) -> Path | None:

@@ -21,9 +21,14 @@ from jax.sharding import AbstractMesh
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.arrays import StepArrays
 from jaxpar.checkpoint.chunks import as_index, chunk_for_shards, grid_amplification, slab_shape
-from jaxpar.checkpoint.contents import FORMAT_VERSION
-from jaxpar.checkpoint.copying import Progress, copy_arrays, slab_bytes_within
-from jaxpar.checkpoint.describe import read_metadata
+from jaxpar.checkpoint.contents import FORMAT_VERSION, refuse_newer
+from jaxpar.checkpoint.copying import (
+    COPIES_OF_A_SLAB,
+    Progress,
+    copy_arrays,
+    disk_errors,
+    slab_bytes_within,
+)
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.paths import leaves_by_path
 from jaxpar.checkpoint.places import choose_step
@@ -74,6 +79,8 @@ class Resharding:
     """Checksums of the arrays as they are read, of those for which there is one."""
     identity: str
     """Changes with the source's content, so that a copy is not gone on with from another source."""
+    largest_chunk: int
+    """Bytes of the biggest piece that must be read at once."""
     step: int
     metadata: Mapping[str, Any]
     """Metadata of the new step."""
@@ -149,11 +156,7 @@ def plan_resharding(
     """
     directory, step = choose_step(source, step)
     step_directory = directory / str(step)
-    metadata = read_metadata(step_directory)
-    arrays = StepArrays(step_directory)
-    if arrays.faults:
-        listed = "\n  ".join(f"{name}: {why}" for name, why in arrays.faults.items())
-        raise DamagedCheckpointError(f"step {step} of {directory} cannot be read:\n  {listed}")
+    arrays, metadata = open_step(step_directory)
     names = [name for name in arrays.types if name.startswith(PARAMS) or not params_only]
     if not names:
         there = ", ".join(arrays.sections)
@@ -165,11 +168,47 @@ def plan_resharding(
         names,
         metadata=metadata,
         checksums=mark.checksums if mark else {},
-        identity=f"{step_directory} {mark.crcs if mark else ''} {mark.checksums if mark else ''}",
+        identity=files_identity(step_directory),
+        largest_chunk=largest_chunk(arrays),
         step=step,
         mesh=mesh,
         dtype=dtype,
     )
+
+
+def open_step(step_directory: Path) -> tuple[StepArrays, dict[str, Any]]:
+    """Arrays and metadata of a complete step, as far as they can be known to be what was saved without reading arrays.
+
+    Raises:
+        CheckpointError: A newer jaxpar wrote it.
+        DamagedCheckpointError: A file that describes it is damaged, or leaves are gone; names all.
+    """
+    metadata = commit.read_metadata(step_directory)
+    faults = list(commit.content_faults(step_directory, data=False))
+    if not faults:
+        refuse_newer(metadata, str(step_directory))
+    arrays = StepArrays(step_directory)
+    faults += [f"{name}: {why}" for name, why in arrays.faults.items()]
+    mark = commit.read_commit_mark(step_directory)
+    saved = mark.checksums if mark else ()
+    there = {*arrays.types, *arrays.faults}
+    faults += [f"{name} is gone: the tree does not list it" for name in saved if name not in there]
+    if faults:
+        listed = "".join(f"\n  {fault}" for fault in faults)
+        raise DamagedCheckpointError(f"{step_directory} cannot be copied:{listed}\n-> copy another step")
+    return arrays, metadata
+
+
+def largest_chunk(arrays: StepArrays) -> int:
+    """Bytes of the biggest piece in which an array of a step is read."""
+    types = arrays.types.values()
+    return max((math.prod(array.read_chunk) * array.dtype.itemsize for array in types), default=0)
+
+
+def files_identity(directory: Path) -> str:
+    """Changes when any file of a directory is written again."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return f"{directory} {[(str(p.relative_to(directory)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]}"
 
 
 def plan_copy(
@@ -180,6 +219,7 @@ def plan_copy(
     metadata: Mapping[str, Any],
     checksums: Mapping[str, str],
     identity: str,
+    largest_chunk: int,
     step: int,
     mesh: Mapping[str, int] | None,
     dtype: str | None,
@@ -207,6 +247,7 @@ def plan_copy(
         reader=reader,
         checksums=checksums,
         identity=identity,
+        largest_chunk=largest_chunk,
         step=step,
         metadata=_new_metadata(metadata, source, mesh, dtype, step),
         arrays=new,
@@ -232,16 +273,27 @@ def reshard(
         DamagedCheckpointError: What was read is not what was saved, or the copy is not what was read.
     """
     slab_bytes = slab_bytes_within(max_memory)
+    if planned.largest_chunk > slab_bytes:
+        more = (planned.largest_chunk - slab_bytes) * COPIES_OF_A_SLAB
+        raise CheckpointError(
+            f"{planned.source} has chunks of {planned.largest_chunk / 2**20:.0f} MiB, too big for this bound on "
+            f"memory\n-> give {more / 2**20:.0f} MiB more"
+        )
     names = {name: name for name in planned.arrays}
-    with StepWriter(Path(destination), planned.step, planned.arrays, planned.metadata, planned.identity) as writer:
+    place = Path(destination)
+    with (
+        disk_errors(place),
+        StepWriter(place, planned.step, planned.arrays, planned.metadata, planned.identity) as writer,
+    ):
         copy_arrays(planned.reader, writer, names, planned.checksums, slab_bytes=slab_bytes, progress=progress)
         grown = writer.close()
         if verify:
             verdict = verify_step(grown, progress, slab_bytes=slab_bytes)
             if verdict.faults:
-                listed = "\n  ".join(verdict.faults)
+                listed = "".join(f"\n  {fault}" for fault in verdict.faults)
                 raise DamagedCheckpointError(
-                    f"the copy in {grown} is not what was read:\n  {listed}\n-> check the disk"
+                    f"the copy in {grown} is not what was read:{listed}\n-> check the disk, remove {writer.work} and "
+                    "give the same command again"
                 )
         return writer.publish()
 

@@ -179,7 +179,7 @@ def restore_params(path: str, program: Program) -> tuple[dict, str]:
     Raises:
         CheckpointError: there is no complete step, its leaves do not fit this model, or are damaged.
     """
-    directory, step = choose_step(path)
+    directory, step = agree(choose_step(path))
     abstract = {"params": program.abstract_state.params}
     with Store(directory) as store:
         stored = store.leaves(step)

@@ -18,16 +18,22 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 COMMIT_MARK = "jaxpar_files.json"
 """File list of a step directory, written last."""
 
-STEP_FILES = (COMMIT_MARK, "_CHECKPOINT_METADATA")
+METADATA_FILE = "_CHECKPOINT_METADATA"
+"""Orbax's file of a step directory; what the trainer saved with the step is under ``custom_metadata``."""
+
+STEP_FILES = (COMMIT_MARK, METADATA_FILE)
 """A directory named by a number that has one of these is a step."""
 
 CRC_BYTES = 2**30
 """Files of a step that are read again for their CRC, smallest first, until this many bytes. Data files beyond are
 covered by the checksums of the arrays in them."""
+
+_SYNC_BYTES = 2**20
 
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _REMNANT = re.compile(r"(0|[1-9][0-9]*)\.(orbax-checkpoint-tmp.*|removing)")
@@ -59,12 +65,14 @@ def write_commit_mark(
     files, crcs, read = {}, {}, 0
     for path in paths:
         name, size = path.relative_to(step_directory).as_posix(), path.stat().st_size
-        if name == COMMIT_MARK:
+        if name.startswith(COMMIT_MARK):  # one that was being written when a process was killed
             continue
         files[name] = size
         read += size
         if read <= CRC_BYTES:
             crcs[name] = file_crc(path)
+        if size <= _SYNC_BYTES:  # tensorstore syncs the data files that it writes; Orbax not its own
+            _sync(path)
     mark = Mark(files, crcs, dict(checksums or {}), dict(metrics or {}), int(step_directory.name))
     content = dataclasses.asdict(mark)
     unfinished = step_directory / f"{COMMIT_MARK}.writing"
@@ -73,6 +81,17 @@ def write_commit_mark(
         file.flush()
         os.fsync(file.fileno())
     unfinished.rename(step_directory / COMMIT_MARK)
+    for directory in (step_directory, step_directory.parent):
+        _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or directory is on the disk, so that older steps may be removed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_commit_mark(step_directory: Path) -> Mark | None:
@@ -88,6 +107,14 @@ def read_commit_mark(step_directory: Path) -> Mark | None:
         return Mark(**{name: value for name, value in content.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError):
         return None
+
+
+def read_metadata(step_directory: Path) -> dict[str, Any]:
+    """What the trainer saved with a step as JSON; empty where there is nothing readable."""
+    try:
+        return json.loads((step_directory / METADATA_FILE).read_text())["custom_metadata"] or {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def fault(step_directory: Path) -> str | None:
@@ -173,8 +200,13 @@ def scan(directory: Path) -> tuple[list[int], list[tuple[int, str]]]:
                     skipped.append((int(entry.name), why))
         elif remnant := _REMNANT.fullmatch(entry.name):
             what = "its removal" if remnant[2] == "removing" else "its save"
-            skipped.append((int(remnant[1]), f"{what} was interrupted ({entry.name})"))
+            skipped.append((int(remnant[1]), f"{what} was interrupted ({entry.name}), or is going on"))
     return sorted(complete), sorted(skipped)
+
+
+def is_step_name(name: str) -> bool:
+    """Whether a directory of that name is a step, whole or not; not what an interrupted save or a copy left."""
+    return _STEP.fullmatch(name) is not None
 
 
 def tidy(directory: Path) -> list[str]:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.checkpoint.compare import differences
+from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.paths import LeafPath, leaves_by_path, nested, path_string
 from jaxpar.checkpoint.unpad import leading_box
 
@@ -30,6 +31,21 @@ FORMAT_VERSION = 2
 
 1: no checksums. 2: the commit mark has a checksum of every array, CRCs of files, the step and its metrics.
 """
+
+
+def newer_format(metadata: Mapping[str, Any]) -> list[str]:
+    """What is to be said of a format that is newer than ours; nothing of others."""
+    version = metadata.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        return [f"it has format version {version}; this jaxpar reads up to {FORMAT_VERSION}"]
+    return []
+
+
+def refuse_newer(metadata: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError for a checkpoint that a newer jaxpar wrote in a format of its own."""
+    for newer in newer_format(metadata):
+        raise CheckpointError(f"{where}: {newer}\n-> read it with the newer jaxpar that wrote it")
+
 
 _OWN_KEYS = ("format_version", "step")
 

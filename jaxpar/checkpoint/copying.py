@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 MAX_SLAB_BYTES = 256 * 2**20
 """Bigger slabs make nothing faster."""
+
+
+@contextlib.contextmanager
+def disk_errors(place: Path) -> Iterator[None]:
+    """What the operating system says against writing a copy, as an error that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{place} cannot be written: {error.strerror or error}\n-> mend that and give the same command again: "
+            "it goes on from there"
+        ) from error
 
 
 def give_back_freed_memory() -> None:

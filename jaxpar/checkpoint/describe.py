@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,11 +67,11 @@ def describe(path: str, step: int | None = None) -> Description:
         raise NoCheckpointError(f"{directory} does not exist")
     step = named if step is None else step
     complete, skipped = commit.scan(directory)
-    by_jaxpar = bool(complete) or any((entry / commit.COMMIT_MARK).exists() for entry in directory.iterdir())
-    if not by_jaxpar:
-        complete, skipped = _foreign_steps(directory), []
+    by_jaxpar = bool(complete) or any(map(_is_ours, directory.iterdir()))
+    if not by_jaxpar and (foreign := _foreign_steps(directory)):
+        complete, skipped = foreign, [entry for entry in skipped if entry[0] not in foreign]
     chosen = step if step is not None else max(complete, default=None)
-    if chosen is None and not next(directory.rglob(TREE_FILE), None):
+    if chosen is None and (by_jaxpar or skipped or not next(directory.rglob(TREE_FILE), None)):
         why = "".join(f"; step {number}: {reason}" for number, reason in skipped)
         raise NoCheckpointError(f"{directory} has no complete checkpoint{why}")
     step_directory = directory if chosen is None else directory / str(chosen)
@@ -95,16 +94,8 @@ def describe(path: str, step: int | None = None) -> Description:
         num_params=count_params(leaves),
         leaves=leaves,
         unreadable=unreadable,
-        metadata=read_metadata(step_directory),
+        metadata=commit.read_metadata(step_directory),
     )
-
-
-def read_metadata(step_directory: Path) -> dict[str, Any]:
-    """What the trainer saved with a step as JSON; empty where there is nothing readable."""
-    try:
-        return json.loads((step_directory / "_CHECKPOINT_METADATA").read_text())["custom_metadata"] or {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def count_params(leaves: Mapping[str, StoredArray]) -> int | None:
@@ -115,6 +106,10 @@ def count_params(leaves: Mapping[str, StoredArray]) -> int | None:
 
 def _is_param(keys: list[str]) -> bool:
     return "params" in keys and not _OPTIMIZER_WORDS & set(keys)
+
+
+def _is_ours(entry: Path) -> bool:
+    return (entry / commit.COMMIT_MARK).exists() or "format_version" in commit.read_metadata(entry)
 
 
 def _foreign_steps(directory: Path) -> list[int]:

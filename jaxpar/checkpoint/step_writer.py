@@ -67,6 +67,7 @@ class StepWriter:
         Raises:
             CheckpointError: The step is there, or an unfinished one of something else is.
         """
+        directory = directory.absolute()
         self.place = directory / str(step)
         self.work = directory / f"{step}.unfinished"
         self._step_directory = self.work / str(step)
@@ -212,8 +213,7 @@ class StepWriter:
             written, read = (np.array(sums, np.uint32) for sums in entry["sums"])
             self.begin(entry["name"], tuple(entry["shape"]))
             self._sums[entry["name"]][entry["slab"]] = written, read
-        with journal.open("w") as file:
-            file.write("\n".join(whole) + "\n")
+        _replace(journal, "\n".join(whole) + "\n")
         return True
 
     def _create(self, metadata: dict[str, Any]) -> None:
@@ -228,12 +228,7 @@ class StepWriter:
             _describe_arrays(tree, dict(self._in_tree(tree)))
         for name in self.arrays:
             self._open_array(name, create=True)
-        unfinished = self.work / f"{JOURNAL}.writing"
-        with unfinished.open("w") as file:
-            file.write(json.dumps({"identity": self._identity}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(self.work / JOURNAL)
+        _replace(self.work / JOURNAL, json.dumps({"identity": self._identity}) + "\n")
 
     def _tree(self, name: str) -> tuple[Path, str]:
         """Directory of the Orbax tree of a leaf, and the array's name in it."""
@@ -256,6 +251,16 @@ class StepWriter:
             }
             spec["store_data_equal_to_fill_value"] = True
         return ts.open(spec, open=True, create=create, context=self._context).result()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file such that a kill or a full disk leaves the old one or the new one, whole."""
+    unfinished = path.with_name(f"{path.name}.writing")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
 
 
 def _locked(directory: Path) -> int:

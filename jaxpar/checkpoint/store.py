@@ -31,12 +31,13 @@ from jaxpar.checkpoint.checksum import array_checksums, to_text
 from jaxpar.checkpoint.chunks import saving_chunk_bytes
 from jaxpar.checkpoint.commit import Keep
 from jaxpar.checkpoint.contents import (
-    FORMAT_VERSION,
     UNPADDED,
     StoredShapes,
     arrays_to_store,
     metadata_to_store,
     misfits,
+    newer_format,
+    refuse_newer,
     sections_by_path,
 )
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
@@ -336,15 +337,11 @@ class Store:
             raise kind(f"step {step} of {self.directory} cannot be read: {why}; {there}")
         step_directory = self.directory / str(step)
         stored = ocp.checkpointables_metadata(step_directory)
-        version = (stored.custom_metadata or {}).get("format_version")
-        if isinstance(version, int) and version > FORMAT_VERSION:
-            raise CheckpointError(
-                f"step {step} of {self.directory} has format version {version}; this jaxpar reads up to "
-                f"{FORMAT_VERSION}\n-> read it with the newer jaxpar that wrote it"
-            )
-        for damage in commit.content_faults(step_directory, data=False):
-            raise self._unreadable(step, damage)
-        if not isinstance(version, int):
+        metadata = stored.custom_metadata or {}
+        if damage := next(commit.content_faults(step_directory, data=False), None):
+            raise self._unreadable(step, "; ".join([damage, *newer_format(metadata)]))
+        refuse_newer(metadata, f"step {step} of {self.directory}")
+        if not isinstance(metadata.get("format_version"), int):
             raise CheckpointError(f"step {step} of {self.directory} was not written by jaxpar (no format_version)")
         return stored
 

@@ -44,9 +44,10 @@ def verify_step(step_directory: Path, progress: Progress = lambda _: None, *, sl
     """
     mark = commit.read_commit_mark(step_directory)
     marked = (step_directory / commit.COMMIT_MARK).exists()
-    faults = list(commit.step_faults(step_directory)) if marked else []
+    ours = marked or "format_version" in commit.read_metadata(step_directory)
+    faults = list(commit.step_faults(step_directory)) if ours else []
     notes = []
-    if not marked:
+    if not ours:
         notes.append(
             f"no {commit.COMMIT_MARK}: not a finished save of jaxpar; it was only seen that arrays can be read"
         )

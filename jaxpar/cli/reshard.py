@@ -75,6 +75,8 @@ def _copy(request: Request, max_memory: int) -> None:
     if request.dry_run:
         _print(report, request.as_json)
         return
+    if is_hf_directory(request.source):
+        keep_side_files(request.source, request.destination)
     with bytes_progress() as progress:
         total = planned.bytes_to_read + (planned.num_bytes if request.verify else 0)
         task = progress.add_task("copying and verifying" if request.verify else "copying", total=total)
@@ -85,8 +87,6 @@ def _copy(request: Request, max_memory: int) -> None:
             progress=lambda num_bytes: progress.advance(task, num_bytes),
             verify=request.verify,
         )
-    if is_hf_directory(request.source):
-        keep_side_files(request.source, request.destination)
     if request.as_json:
         print(json.dumps({**report, "written": str(written), "verified": request.verify}))
         return
@@ -122,6 +122,9 @@ def _plan(request: Request) -> Resharding:
 def _export(request: Request, max_memory: int) -> None:
     """To a Hugging Face directory."""
     planned = plan_export(request.source, step=request.step, dtype=request.dtype, tokenizer=request.tokenizer)
+    place = Path(request.destination)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise _problem("DST", request.destination, "is there already", "nothing is overwritten: name another")
     report = {
         "source": str(planned.source),
         "destination": request.destination,
@@ -163,6 +166,8 @@ def _check_arguments(request: Request) -> None:
     for name, value, applies in (
         ("--mesh", request.mesh, request.to == "jaxpar"),
         ("--tokenizer", request.tokenizer, request.to == "hf"),
+        ("--config", request.config, request.to == "jaxpar"),
+        ("--gpu", request.gpu, request.to == "jaxpar" and request.dry_run),
         ("--step", request.step, not from_hf),
         ("--key-map", request.key_map, not from_hf),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -24,10 +25,13 @@ def verify(path: str, step: int | None, as_json: bool) -> bool:
     with bytes_progress() as progress:
         for number in steps:
             step_directory = directory / str(number)
-            size = sum(f.stat().st_size for f in step_directory.rglob("*") if f.is_file())
-            task = progress.add_task(f"step {number}", total=size)
-            verdicts.append(verify_step(step_directory, lambda n, task=task: progress.advance(task, n)))
-            progress.update(task, completed=size)
+            with contextlib.suppress(FileNotFoundError):  # a run that goes on removes old steps
+                size = sum(f.stat().st_size for f in step_directory.rglob("*") if f.is_file())
+                task = progress.add_task(f"step {number}", total=size)
+                verdict = verify_step(step_directory, lambda n, task=task: progress.advance(task, n))
+                progress.update(task, completed=size)
+                if step_directory.exists():
+                    verdicts.append(verdict)
     unfinished = [(number, why) for number, why in commit.scan(directory)[1] if not (directory / str(number)).exists()]
     if as_json:
         print(json.dumps({"directory": str(directory), "steps": [_as_json(verdict) for verdict in verdicts]}))

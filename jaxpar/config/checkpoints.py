@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxpar.config.errors import ConfigError, Problem
+from jaxpar.config.keys import KEYS
 
 JAXPAR_PREFIX = "jaxpar:"
 """Marks a jaxpar checkpoint in ``model.init_from``."""
@@ -56,6 +57,9 @@ def read_checkpoint_model(path: str) -> dict[str, object]:
         raise _problem(path, message, "give the checkpoint of a jaxpar run") from error
     if not isinstance(model, Mapping):
         raise _problem(path, f"{file} does not say what model it holds", "give the checkpoint of a jaxpar run")
+    if unknown := [name for name in model if f"model.{name}" not in KEYS]:
+        message = f"{file} was written by a newer jaxpar: this one has no model.{', model.'.join(unknown)}"
+        raise _problem(path, message, "use the jaxpar that wrote it, or export it with that one")
     return {name: value for name, value in model.items() if name not in _OF_THE_RUN}
 
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.contents import FORMAT_VERSION
-from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.store import Store
 from tests.checkpoint.samples import MESH, PADDED, REPLICATED, abstract, explicit_mesh, make_state, put
 
@@ -223,12 +223,25 @@ def test_another_optimizer_is_refused_leaf_by_leaf(three_steps):
     assert "unexpected in the checkpoint: optimizer/0/nu/layers/q: float32[3,8,4,2]" in str(caught.value)
 
 
+def write_commit_mark_anew(step: Path) -> None:
+    """As the jaxpar of the newer format would have written it."""
+    commit.write_commit_mark(step, checksums=commit.read_commit_mark(step).checksums)
+
+
+def test_a_version_that_a_flipped_bit_made_newer_is_damage(copy):
+    path = copy / "30" / "_CHECKPOINT_METADATA"
+    path.write_text(path.read_text().replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 9'))
+    with pytest.raises(DamagedCheckpointError, match=r"is damaged: .* format version 9; this jaxpar reads up to"):
+        Store(copy).metadata(30)
+
+
 def test_a_newer_format_is_refused_by_name(copy):
     path = copy / "30" / "_CHECKPOINT_METADATA"
     content = path.read_text()
     newer = content.replace(f'"format_version": {FORMAT_VERSION}', f'"format_version": {FORMAT_VERSION + 1}')
     assert newer != content
     path.write_text(newer)
+    write_commit_mark_anew(path.parent)
     store = Store(copy)
     assert store.latest() == 30
     for read in (store.metadata, store.leaves, lambda step: store.restore(step, {})):

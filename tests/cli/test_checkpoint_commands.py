@@ -111,6 +111,27 @@ def test_verify_passes_a_whole_run_and_names_what_is_damaged(copy, jaxpar):
     assert jaxpar("verify-checkpoint", copy / "checkpoints" / "20")[0] == 0
 
 
+def test_a_step_without_its_mark_is_not_whole(copy, jaxpar):
+    """A run that is killed just before the mark; or somebody who removed it, and a bit that flipped besides."""
+    (copy / "checkpoints" / "20" / "jaxpar_files.json").unlink()
+    code, out, _ = jaxpar("verify-checkpoint", copy)
+    assert code == 1
+    assert "step 20: DAMAGED" in out
+    assert "its save was not completed" in out
+    shutil.rmtree(copy / "checkpoints" / "10")
+    code, out, _ = jaxpar("inspect", copy, "--json", "--step", 20)
+    found = json.loads(out)
+    assert (found["by_jaxpar"], found["steps"], found["complete"]) == (True, [], False)
+
+
+def test_a_first_save_that_was_interrupted_is_no_checkpoint(copy, jaxpar):
+    shutil.rmtree(copy / "checkpoints" / "20")
+    (copy / "checkpoints" / "10").rename(copy / "checkpoints" / "10.orbax-checkpoint-tmp-7")
+    code, out, err = jaxpar("inspect", copy, "--json")
+    assert (code, out) == (2, "")
+    assert "has no complete checkpoint; step 10: its save was interrupted" in err
+
+
 def test_an_interrupted_save_is_no_damage(copy, jaxpar):
     (copy / "checkpoints" / "30.orbax-checkpoint-tmp-1").mkdir()
     code, out, _ = jaxpar("verify-checkpoint", copy)

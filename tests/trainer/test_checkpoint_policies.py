@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.commit import Keep
-from jaxpar.checkpoint.describe import read_metadata
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.store import Store
 from jaxpar.checkpoint.verify import verify_step
@@ -151,7 +150,7 @@ def test_a_named_step_that_is_damaged_is_not_replaced_by_another(stopped, tmp_pa
 
 
 def test_a_checkpoint_says_what_it_is(every_third):
-    metadata = read_metadata(every_third / "checkpoints" / "9")
+    metadata = commit.read_metadata(every_third / "checkpoints" / "9")
     rows = rows_of(every_third / "metrics.jsonl")
     assert metadata["position"] == {"epoch": 9 // BATCHES_PER_EPOCH, "offset": 9 % BATCHES_PER_EPOCH * BATCH}
     assert metadata["tokens_seen"] == sum(column(rows, "tokens"))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpar import resume
+from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.arrays import StepArrays
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.verify import verify_step
@@ -169,6 +170,53 @@ def test_damage_in_the_source_stops_the_copy_and_names_the_leaf(source, tmp_path
     assert not (tmp_path / "new" / "9").exists()
 
 
+def test_damaged_metadata_is_not_copied_under_a_fresh_mark(source, tmp_path):
+    """A flipped digit of the data position, say: the copy would be whole, and go on at another sample."""
+    damaged = shutil.copytree(source, tmp_path / "damaged")
+    metadata = damaged / "checkpoints/9/_CHECKPOINT_METADATA"
+    assert '"offset": 0' in metadata.read_text()
+    metadata.write_text(metadata.read_text().replace('"offset": 0', '"offset": 8'))
+    with pytest.raises(DamagedCheckpointError, match="file _CHECKPOINT_METADATA is damaged"):
+        plan_resharding(str(damaged))
+    (damaged / "checkpoints/6/optimizer/_METADATA").write_text('{"tree_metadata": {}}')
+    with pytest.raises(CheckpointError, match="step 6"):
+        plan_resharding(str(damaged), step=6)
+
+
+def test_a_newer_format_is_not_copied(source, tmp_path):
+    newer = shutil.copytree(source, tmp_path / "newer") / "checkpoints" / "9"
+    metadata = newer / "_CHECKPOINT_METADATA"
+    metadata.write_text(metadata.read_text().replace('"format_version": 2', '"format_version": 9'))
+    commit.write_commit_mark(newer, checksums=commit.read_commit_mark(newer).checksums)
+    with pytest.raises(CheckpointError, match="format version 9; this jaxpar reads up to 2"):
+        plan_resharding(str(newer))
+
+
+def test_chunks_that_are_too_big_for_the_bound_are_said(source, tmp_path):
+    planned = dataclasses.replace(plan_resharding(str(source)), largest_chunk=2**33)
+    with pytest.raises(CheckpointError, match=r"chunks of 8192 MiB, too big .*\n-> give \d+ MiB more"):
+        reshard(planned, str(tmp_path / "new"), max_memory=MEMORY)
+    assert not (tmp_path / "new").exists()
+
+
+def test_places_may_be_relative(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command(request(source, Path("new"), mesh="fsdp=2"))
+    assert verify_step(tmp_path / "new" / "9").faults == ()
+
+
+def test_one_copy_at_a_time_goes_to_a_directory(source, tmp_path):
+    planned = plan_resharding(str(source))
+
+    def meanwhile(_: int) -> None:
+        with pytest.raises(CheckpointError, match="another process is writing a copy"):
+            reshard(plan_resharding(str(source), step=6), str(tmp_path / "new"), max_memory=MEMORY)
+        raise Killed
+
+    with pytest.raises(Killed):
+        reshard(planned, str(tmp_path / "new"), max_memory=MEMORY, progress=meanwhile)
+
+
 def test_nothing_is_overwritten(source, tmp_path):
     planned = plan_resharding(str(source))
     (tmp_path / "9").mkdir()
@@ -242,7 +290,8 @@ def test_the_mesh_may_come_from_a_config(source, tmp_path, capsys):
         ({"mesh": "fsdp=2", "config": "x.toml"}, "give one of the two"),
         ({"dtype": "int8"}, "one of float32, bfloat16"),
         ({"max_memory": "much"}, "write e.g. 4GiB"),
-        ({"gpu": "abacus", "mesh": "fsdp=2"}, "not in the catalogue"),
+        ({"gpu": "abacus", "mesh": "fsdp=2", "dry_run": True}, "not in the catalogue"),
+        ({"gpu": "h100", "mesh": "fsdp=2"}, "leave out --gpu"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_is_read(source, tmp_path, changes, message):
