@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.agreement import damage_for_all
-from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.paths import leaves_by_path, path_string
 from jaxpar.checkpoint.places import CHECKPOINTS, choose_step, locate
 from jaxpar.checkpoint.store import Store
@@ -52,12 +52,20 @@ def find_checkpoint(config: Config) -> tuple[Path, int] | None:
 
     Raises:
         ConfigError: ``never`` with checkpoints in the way, ``must`` or a path without any.
+        DamagedCheckpointError: ``auto``, and all that there were are damaged.
     """
     mode = config.checkpoint.resume
     own = Path(config.run.dir) / CHECKPOINTS
     steps, skipped = commit.scan(own)
     if mode == "never" and steps:
         raise _problem(mode, f"{own} already has step {steps[-1]}", "choose another run.dir, or resume = auto to go on")
+    if mode == "auto" and not steps and (damaged := commit.damaged_steps(own)):
+        reasons = "".join(f"\n  step {number}: {why}" for number, why in skipped)
+        raise DamagedCheckpointError(
+            f"every checkpoint in {own} is damaged ({', '.join(damaged)}); the run does not start anew over them"
+            f"{reasons}"
+            "\n-> go on from another run with checkpoint.resume=PATH, start anew in another run.dir, or move them away"
+        )
     if steps or mode in ("auto", "never"):
         return (own, steps[-1]) if steps else None
     if mode == "must":
@@ -70,6 +78,14 @@ def find_checkpoint(config: Config) -> tuple[Path, int] | None:
     if not steps:
         raise _no_checkpoint(mode, directory, skipped, "name a run, its checkpoints directory or one step")
     return directory, steps[-1] if step is None else step
+
+
+def unused_path(config: Config, found: tuple[Path, int] | None) -> str | None:
+    """What to say of a path in ``checkpoint.resume`` that is not used, because the run has checkpoints of its own."""
+    mode = config.checkpoint.resume
+    if mode in ("auto", "never", "must") or found is None or found[0].absolute() == locate(mode)[0].absolute():
+        return None
+    return f"checkpoint.resume = {mode} is not used: the run goes on from step {found[1]} of its own, {found[0]}"
 
 
 def find_older(config: Config, directory: Path, step: int) -> tuple[Path, int] | None:

@@ -107,6 +107,8 @@ class Trainer:
             known = {"num_rows": len(datasets.train), "tokenizer_vocab_size": datasets.vocab_size_of_tokenizer}
             check(self.config, **known)
             found = resume.find_checkpoint(self.config)
+            if unused := resume.unused_path(self.config, found):
+                log.warn(unused)
             processes = start(self.config.runtime, say=log.say)
             with _one_end_for_all(processes, log):
                 plan = resolve(self.config, num_devices=processes.global_devices, **known)
@@ -133,7 +135,10 @@ class Trainer:
             _announce(program, datasets, processes, log)
             if found and found[1] >= _last_step(config):
                 directory, step = found
-                log.say(f"nothing is left to train: {directory} has step {step} of {_last_step(config)}")
+                log.say(
+                    f"nothing is left to train: {directory} has step {step} of {_last_step(config)} (not read again; "
+                    "jaxpar verify-checkpoint does)"
+                )
                 return Outcome(
                     reason=StopReason.NONE,
                     step=step,

@@ -37,7 +37,7 @@ _SYNC_BYTES = 2**20
 
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _REMNANT = re.compile(r"(0|[1-9][0-9]*)\.(orbax-checkpoint-tmp.*|removing)")
-_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.damaged(-[0-9]+)?")
+_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(damaged|incomplete)(-[0-9]+)?")
 _DATA_FILE = re.compile(r".*/d/[^/]+")
 
 
@@ -230,11 +230,28 @@ def tidy(directory: Path) -> list[str]:
     return done
 
 
+def damaged_steps(directory: Path) -> list[str]:
+    """Names of what was a complete step and is one no more, set aside or not; saves that never ended do not count."""
+    return sorted(
+        entry.name
+        for entry in (directory.iterdir() if directory.is_dir() else ())
+        if entry.is_dir()
+        and (
+            (_STEP.fullmatch(entry.name) and (entry / COMMIT_MARK).exists() and fault(entry) is not None)
+            or ((aside := _ASIDE.fullmatch(entry.name)) and aside[2] == "damaged")
+        )
+    )
+
+
 def set_aside(step_directory: Path) -> Path:
-    """Renames a damaged step, so that it is no longer taken for a checkpoint; returns its new path."""
+    """Renames a step, so that it is no longer taken for a checkpoint; returns its new path.
+
+    ``STEP.damaged`` was complete once, ``STEP.incomplete`` never.
+    """
+    what = "damaged" if (step_directory / COMMIT_MARK).exists() else "incomplete"
     number = 0
     while True:
-        aside = step_directory.with_name(f"{step_directory.name}.damaged{f'-{number}' if number else ''}")
+        aside = step_directory.with_name(f"{step_directory.name}.{what}{f'-{number}' if number else ''}")
         if not aside.exists():
             return step_directory.rename(aside)
         number += 1

@@ -96,8 +96,9 @@ def copy_arrays(
     for name, source in sources.items():
         stored, target = reader.types[source], writer.arrays[name]
         itemsize = np.dtype(stored.dtype).itemsize
-        slab = copy_slab(target.shape, getattr(stored, "read_chunk", target.chunk), target.chunk, itemsize, slab_bytes)
-        whole = box_bytes(tuple((0, size) for size in slab), itemsize)
+        widest = max(itemsize, target.dtype.itemsize)
+        slab = copy_slab(target.shape, getattr(stored, "read_chunk", target.chunk), target.chunk, widest, slab_bytes)
+        whole = box_bytes(tuple((0, size) for size in slab), widest)
         if whole > slab_bytes:
             raise CheckpointError(
                 f"{source} lies in chunks of {whole / 2**20:.0f} MiB; give at least "

@@ -99,7 +99,7 @@ def plan(
         machine = _cluster(described, chosen, math.prod(facts.mesh.values()), nodes)
         report = training_report(*evaluate_config(facts, shape, machine))
     if html is not None:
-        html.write_text(plan_page(report), encoding="utf-8")
+        _write_page(html, plan_page(report))
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -175,3 +175,12 @@ def _cluster(described: ClusterFile, gpu: Gpu, num_devices: int, nodes: int | No
     """Nodes of the command line over those of the file, if it is about as many devices, over the usual."""
     num_nodes = nodes or (described.num_nodes if described.num_devices in (None, num_devices) else None)
     return make_cluster(gpu, num_devices=num_devices, num_nodes=num_nodes)
+
+
+def _write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        message = f"cannot be written: {error.strerror or error}"
+        remedy = "name a file in a directory that exists"
+        raise ConfigError([Problem(key="--html", value=str(path), message=message, remedy=remedy)]) from error

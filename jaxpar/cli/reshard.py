@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.cli.exit_codes import INTERRUPTED
 from jaxpar.cli.sizes import parse_bytes, readable_bytes
 from jaxpar.cli.verify_checkpoint import bytes_progress
 from jaxpar.config import ConfigError, Problem, load_config
@@ -58,10 +60,11 @@ def run(request: Request) -> None:
     """
     _check_arguments(request)
     max_memory = _max_memory(request.max_memory)
-    if request.to == "hf":
-        _export(request, max_memory)
-    else:
-        _copy(request, max_memory)
+    try:
+        (_export if request.to == "hf" else _copy)(request, max_memory)
+    except KeyboardInterrupt:
+        print("interrupted; give the same command again and it goes on from here", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _copy(request: Request, max_memory: int) -> None:
@@ -95,7 +98,8 @@ def _copy(request: Request, max_memory: int) -> None:
     if all(name.startswith(PARAMS) for name in planned.arrays):
         print(f"  start a run from it: jaxpar train CONFIG model.init_from=jaxpar:{request.destination}")
     else:
-        print(f"  go on from it: jaxpar train CONFIG run.dir=NEW checkpoint.resume={request.destination}")
+        precision = f" precision.params={request.dtype}" if request.dtype else ""
+        print(f"  go on from it: jaxpar train CONFIG run.dir=NEW checkpoint.resume={request.destination}{precision}")
 
 
 def _plan(request: Request) -> Resharding:
@@ -158,6 +162,11 @@ def _check_arguments(request: Request) -> None:
     """What can be said about the arguments alone."""
     _check_dtype(request.dtype)
     from_hf = is_hf_directory(request.source)
+    if "://" in request.destination:
+        raise _problem("DST", request.destination, "object stores are not supported", "give a file system path")
+    if (Path(request.source) / "config.json").is_file() and not from_hf:
+        message = "has a config.json, but no *.safetensors"
+        raise _problem("SRC", request.source, message, "convert it with transformers' save_pretrained first")
     if request.to not in ("hf", "jaxpar"):
         raise _problem("--to", request.to, "is not a form", "hf or jaxpar")
     if request.to == "hf" and (from_hf or request.key_map):

@@ -195,7 +195,10 @@ def _begin(partial: Path, plan: dict[str, object]) -> None:
     if "files" in changed:
         before, now = begun["files"], plan["files"]
         changed += [path for path in before | now if before.get(path) != now.get(path)][:3]
-    if begun != plan:
+    finished = [entry for entry in (partial / PROGRESS_DIR).glob("*.json") if entry != path]
+    if begun != plan and not finished:  # nothing is lost by beginning with the new input
+        write_whole(path, json.dumps(plan).encode())
+    elif begun != plan:
         message = f"was begun from other input; changed: {', '.join(changed) or 'parts'}"
         remedy = f"give the same input again, or name another --out, or remove {partial}"
         raise ConfigError([Problem(key="--out", value=str(partial), message=message, remedy=remedy)])

@@ -241,4 +241,5 @@ def find_shape(name: str) -> ModelShape:
         return PUBLIC_SHAPES[name]
     nearest = nearest_name(name, PUBLIC_SHAPES)
     remedy = (f"did you mean {nearest}? " if nearest else "") + "known: " + ", ".join(PUBLIC_SHAPES)
+    remedy += "; and every preset (jaxpar config --presets)"
     raise ConfigError([Problem(key="--model", value=name, message="no such model", remedy=remedy)])

@@ -204,7 +204,7 @@ def test_what_stands_in_the_way_of_new_saves_is_cleared_and_nothing_is_lost(copy
         assert store.tidy() == [
             "step 30 is set aside as 30.damaged",
             "removed 40.orbax-checkpoint-tmp-3",
-            "step 50 is set aside as 50.damaged",
+            "step 50 is set aside as 50.incomplete",
         ]
         assert (store.steps(), store.skipped()) == ([20], [])
         assert files_of(copy / "30.damaged")

@@ -130,6 +130,33 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_start_anew(stopped):
     assert column(rows_of(stopped / "metrics.jsonl"), "step") == list(range(1, 10))
 
 
+def test_a_run_whose_every_checkpoint_lacks_files_does_not_start_anew_either(stopped):
+    """Neither at once, nor when they have been set aside; a save that never ended is another matter."""
+    for step in (3, 6, 9):
+        (stopped / "checkpoints" / str(step) / "params" / "_METADATA").unlink()
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpointError, match=r"every checkpoint .* damaged \(3.*, 6.*, 9.*\)") as error:
+            run(stopped)
+        Store(stopped / "checkpoints").tidy()
+    assert "start anew in another run.dir" in str(error.value)
+    assert column(rows_of(stopped / "metrics.jsonl"), "step") == list(range(1, 10))
+
+
+def test_a_first_save_that_never_ended_is_no_reason_not_to_start(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "2.orbax-checkpoint-tmp-1").mkdir()
+    started = run(tmp_path / "run", train={"stop_at": 1})
+    assert column(started.rows, "step") == [1]
+    assert steps_of(tmp_path / "run") == [1]
+    assert (tmp_path / "run" / "checkpoints" / "3.incomplete").is_dir()
+
+
+def test_a_path_that_is_not_used_is_said(stopped, tmp_path):
+    other = copied(stopped, tmp_path / "other")
+    run(other, train={"stop_at": 10}, checkpoint={"resume": str(stopped)})
+    assert f"checkpoint.resume = {stopped} is not used" in (other / "log.txt").read_text()
+
+
 def test_the_comparison_can_be_turned_off(stopped):
     flip_a_weight(stopped / "checkpoints" / "9")
     again = run(stopped, train={"stop_at": 10}, checkpoint={"verify": False})
