@@ -351,7 +351,7 @@ class Store:
             return {}
         try:
             return load_arrays(self.directory / str(step), targets)
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, OSError) as error:
             raise self._unreadable(step, str(error)) from error
 
     def _unreadable(self, step: int, reason: str) -> DamagedCheckpointError:

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orbax.checkpoint import v1 as ocp
-
+from jaxpar.checkpoint.arrays import StepArrays
 from jaxpar.checkpoint.store import Store
 from jaxpar.cli.main import main
 
@@ -80,23 +79,28 @@ def breaking_check(step: int) -> Callable[[Store], None]:
     return check_and_break
 
 
-def refusing_load(step: int) -> Callable[..., object]:
-    """Orbax's load, to which the data of one step is unreadable."""
-    load = ocp.load_checkpointables
+class _Refused:
+    """A read that has failed, as tensorstore says it."""
 
-    def load_or_refuse(path: Path, *args, **options) -> object:
-        if path.name == str(step):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return load(path, *args, **options)
+    def result(self) -> None:
+        raise ValueError(f"UNKNOWN: Error reading local file: {os.strerror(errno.EIO)}")
 
-    return load_or_refuse
+
+def refusing_read(step: int) -> Callable[..., object]:
+    """``StepArrays.start_read``, to which the data of one step is unreadable."""
+    start_read = StepArrays.start_read
+
+    def read_or_refuse(self: StepArrays, *args, **options) -> object:
+        return _Refused() if self.directory.name == str(step) else start_read(self, *args, **options)
+
+    return read_or_refuse
 
 
 if __name__ == "__main__":
     kind, step = sys.argv[1], int(sys.argv[2])
     del sys.argv[1:3]
     if kind == "unreadable":
-        ocp.load_checkpointables = refusing_load(step)
+        StepArrays.start_read = refusing_read(step)
     elif kind == "full for metrics":
         Store.check = breaking_check(step)
     else:
