@@ -1,5 +1,6 @@
 """A disk that is full or cannot be written: the run ends by the next save, and names the last good checkpoint."""
 
+import contextlib
 import os
 import resource
 import threading
@@ -53,7 +54,8 @@ def test_one_process(jaxpar: Command, monkeypatch, tmp_path, uninterrupted, whol
         result = jaxpar("train", tmp_path / "config.toml")
     whole_again()
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=20)
+        with contextlib.suppress(ValueError):  # a thread of Orbax gives again here what made it end
+            thread.join(timeout=20)
         assert thread.daemon or not thread.is_alive(), f"the process would wait at its end for {thread.name}"
     assert result.code == 1
     last_line = result.err.splitlines()[-1]

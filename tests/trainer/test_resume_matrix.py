@@ -117,7 +117,9 @@ LEGS = {
 
 def leg(directory: Path, mesh: dict[str, int], tmp_path: Path, **train: object) -> None:
     """One run of the command on as many fake devices as the mesh has; one compilation of the training step."""
-    config = tiny(directory, train=train, runtime={"cpu_devices": max(1, math.prod(mesh.values()))})
+    train = {"global_batch_size": 16, **train}  # two microbatches on eight batch shards
+    runtime = {"cpu_devices": max(1, math.prod(mesh.values()))}
+    config = tiny(directory, train=train, data={"num_samples": 48}, runtime=runtime)
     config = dataclasses.replace(config, mesh=MeshConfig(**{axis: mesh.get(axis, 1) for axis in AXES}))
     (tmp_path / "config.toml").write_text(config_to_toml(config))
     process = start("train", "config.toml", cwd=tmp_path, environment={"JAX_LOG_COMPILES": "1"})
