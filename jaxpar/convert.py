@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 import jaxpar
-from jaxpar.checkpoint import commit
+from jaxpar.checkpoint import commit, durable
 from jaxpar.checkpoint.arrays import StepArrays
 from jaxpar.checkpoint.checksum import box_checksum, to_text
 from jaxpar.checkpoint.chunks import as_index, boxes, slab_shape
 from jaxpar.checkpoint.compare import array_type
 from jaxpar.checkpoint.contents import FORMAT_VERSION
-from jaxpar.checkpoint.copying import Progress, disk_errors, slab_bytes_within
+from jaxpar.checkpoint.copying import disk_errors, slab_bytes_within
 from jaxpar.checkpoint.describe import describe
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.keymap_file import read_keymap_file
@@ -27,9 +27,10 @@ from jaxpar.checkpoint.places import choose_step
 from jaxpar.checkpoint.safetensors import TensorDirectory
 from jaxpar.checkpoint.safetensors_writer import TensorFilesWriter
 from jaxpar.checkpoint.side_files import copy_side_files, side_files
-from jaxpar.checkpoint.tensors import ArrayType
+from jaxpar.checkpoint.tensors import ArrayType, Progress, num_bytes
 from jaxpar.checkpoint.verify import leaf_checksum
 from jaxpar.checkpoint.views import ExportedTensors, MappedTensors, row_slabs
+from jaxpar.config.checkpoints import JAXPAR_PREFIX
 from jaxpar.config.dims import with_derived_dims
 from jaxpar.config.huggingface import PREFIX, read_model_settings
 from jaxpar.config.huggingface_export import write_model_settings
@@ -46,7 +47,6 @@ from jaxpar.reshard import (
     largest_chunk,
     open_step,
     plan_copy,
-    type_bytes,
 )
 from jaxpar.resume import model_fingerprint
 
@@ -199,7 +199,7 @@ class Export:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(map(type_bytes, self.types.values()))
+        return sum(map(num_bytes, self.types.values()))
 
     @property
     def param_names(self) -> list[str]:
@@ -304,9 +304,7 @@ def _write_tensors(planned: Export, work: Path, slab_bytes: int, progress: Progr
     if header not in ("", identity):
         raise CheckpointError(f"{work} is an unfinished export of something else\n-> finish that, or remove it")
     done = [entry for entry in map(_journal_entry, lines) if entry is not None]
-    rewritten = journal.with_name(f"{_JOURNAL}.writing")
-    rewritten.write_text("".join(f"{line}\n" for line in [identity, *map(json.dumps, done)]))
-    rewritten.rename(journal)
+    durable.replace(journal, "".join(f"{line}\n" for line in [identity, *map(json.dumps, done)]))
     stopped_after_the_last = not any(work.glob("*.safetensors*.partial")) and any(work.glob("*.safetensors"))
     if stopped_after_the_last:
         progress(planned.num_bytes)
@@ -336,7 +334,7 @@ def _write_tensors(planned: Export, work: Path, slab_bytes: int, progress: Progr
                     unsynced += values.nbytes
                 if unsynced >= _SYNC_BYTES:
                     record()
-                progress(rows * type_bytes(leaf) // max(1, leaf.shape[0] if leaf.shape else 1))
+                progress(rows * num_bytes(leaf) // max(1, leaf.shape[0] if leaf.shape else 1))
         record()
         writer.finish()
 
@@ -388,8 +386,8 @@ def _side_directory(directory: Path, metadata: Mapping[str, Any], tokenizer: str
     init_from = metadata["config"]["model"].get("init_from") or ""
     if init_from.startswith(PREFIX):
         candidates.append(Path(init_from.removeprefix(PREFIX)))
-    if init_from.startswith("jaxpar:"):
-        candidates.append(Path(init_from.removeprefix("jaxpar:")) / SIDE_DIRECTORY)
+    if init_from.startswith(JAXPAR_PREFIX):
+        candidates.append(Path(init_from.removeprefix(JAXPAR_PREFIX)) / SIDE_DIRECTORY)
     trained_with = metadata["config"].get("data", {}).get("tokenizer", "bytes")
     if trained_with != "bytes":
         candidates.append(Path(trained_with).parent)

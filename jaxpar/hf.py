@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,9 +19,9 @@ from jaxpar.config.dims import with_derived_dims
 from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.mesh import make_mesh
-from jaxpar.model.decoder import Decoder
 from jaxpar.model.keymap import ParamPath, TensorSource, decoder_ignored, decoder_keymap
 from jaxpar.plan.parameters import dim_sizes
+from jaxpar.program import decoder_definition
 from jaxpar.sharding import BATCH_AXES, SEQUENCE_AXIS, batch_entry
 from jaxpar.state import ModelDefinition
 
@@ -86,11 +85,7 @@ def from_hf(
     if not isinstance(mesh, Mesh):
         mesh = _mesh_of(mesh or {})
     precision = PrecisionConfig(params=dtype, compute=dtype, reduce=dtype)
-
-    def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, "none", rngs)
-
-    definition = ModelDefinition(make_decoder)
+    definition = decoder_definition(model, precision)
     return HuggingFaceModel(model, definition, mesh, hf_params(directory, model, definition, mesh, dtype))
 
 

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxpar.config.schema import Config
+from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
@@ -32,6 +32,15 @@ BATCH_DTYPES = {
 """Arrays of a batch, each [microbatches, rows, sequence]."""
 
 
+def decoder_definition(model: ModelConfig, precision: PrecisionConfig, remat: str = "none") -> ModelDefinition:
+    """The decoder of a model config, its dimensions complete."""
+
+    def make_decoder(rngs: nnx.Rngs) -> Decoder:
+        return Decoder(model, precision, remat, rngs)
+
+    return ModelDefinition(make_decoder)
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """Everything between a plan and a running step."""
@@ -46,11 +55,7 @@ class Program:
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
         """The program of a plan on ``devices`` (default: all)."""
         config = plan.config
-
-        def make_decoder(rngs: nnx.Rngs) -> Decoder:
-            return Decoder(config.model, config.precision, config.train.remat, rngs)
-
-        definition = ModelDefinition(make_decoder)
+        definition = decoder_definition(config.model, config.precision, config.train.remat)
         return cls(
             plan=plan,
             mesh=make_mesh(plan.mesh, devices),

@@ -15,30 +15,22 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.arrays import StepArrays
 from jaxpar.checkpoint.chunks import as_index, chunk_for_shards, grid_amplification, slab_shape
 from jaxpar.checkpoint.contents import FORMAT_VERSION, refuse_newer
-from jaxpar.checkpoint.copying import (
-    COPIES_OF_A_SLAB,
-    Progress,
-    copy_arrays,
-    disk_errors,
-    slab_bytes_within,
-)
+from jaxpar.checkpoint.copying import copy_arrays, disk_errors, refuse_big_chunks, slab_bytes_within
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from jaxpar.checkpoint.paths import leaves_by_path
+from jaxpar.checkpoint.paths import leaves_by_path, of_its_param
 from jaxpar.checkpoint.places import choose_step
 from jaxpar.checkpoint.step_writer import NewArray, StepWriter, described_sharding
-from jaxpar.checkpoint.tensors import ArrayType, TensorReader
+from jaxpar.checkpoint.tensors import ArrayType, Progress, TensorReader, num_bytes
 from jaxpar.checkpoint.verify import verify_step
 from jaxpar.config.schema import AXES, ModelConfig, PrecisionConfig
-from jaxpar.model.decoder import Decoder
+from jaxpar.program import decoder_definition
 from jaxpar.sharding import axes_of, spec_for
-from jaxpar.state import ModelDefinition
 
 FLOAT_TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 """Types that leaves may be converted to."""
@@ -50,11 +42,6 @@ PARAMS = "params/"
 """What the names of parameters begin with."""
 
 _PROBE_BYTES = 64 * 2**20
-
-
-def type_bytes(leaf: ArrayType) -> int:
-    """Bytes of the elements of an array."""
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +81,12 @@ class Resharding:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays to be written."""
-        return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays.values())
+        return sum(map(num_bytes, self.arrays.values()))
 
     @property
     def bytes_to_read(self) -> int:
         """Bytes of the arrays to be read."""
-        return sum(type_bytes(self.reader.types[name]) for name in self.arrays)
+        return sum(num_bytes(self.reader.types[name]) for name in self.arrays)
 
     def stored_chunks(self) -> dict[str, tuple[int, ...]]:
         """Shape of the smallest pieces that the arrays are read in now."""
@@ -124,7 +111,7 @@ class Resharding:
 
     def seconds(self) -> float:
         """Rough time of the copy: everything is read, written, and read once more, at the speed of a small sample."""
-        name = max(self.arrays, key=lambda name: type_bytes(self.reader.types[name]))
+        name = max(self.arrays, key=lambda name: num_bytes(self.reader.types[name]))
         stored, chunk = self.reader.types[name], self.stored_chunks()[name]
         box = slab_shape(stored.shape, [1] * len(chunk), np.dtype(stored.dtype).itemsize, _PROBE_BYTES)
         started = time.perf_counter()
@@ -189,10 +176,7 @@ def open_step(step_directory: Path) -> tuple[StepArrays, dict[str, Any]]:
         refuse_newer(metadata, str(step_directory))
     arrays = StepArrays(step_directory)
     faults += [f"{name}: {why}" for name, why in arrays.faults.items()]
-    mark = commit.read_commit_mark(step_directory)
-    saved = mark.checksums if mark else ()
-    there = {*arrays.types, *arrays.faults}
-    faults += [f"{name} is gone: the tree does not list it" for name in saved if name not in there]
+    faults += commit.missing_leaves(step_directory, {*arrays.types, *arrays.faults})
     if faults:
         listed = "".join(f"\n  {fault}" for fault in faults)
         raise DamagedCheckpointError(f"{step_directory} cannot be copied:{listed}\n-> copy another step")
@@ -273,19 +257,13 @@ def reshard(
         DamagedCheckpointError: What was read is not what was saved, or the copy is not what was read.
     """
     slab_bytes = slab_bytes_within(max_memory)
-    if planned.largest_chunk > slab_bytes:
-        more = (planned.largest_chunk - slab_bytes) * COPIES_OF_A_SLAB
-        raise CheckpointError(
-            f"{planned.source} has chunks of {planned.largest_chunk / 2**20:.0f} MiB, too big for this bound on "
-            f"memory\n-> give {more / 2**20:.0f} MiB more"
-        )
-    names = {name: name for name in planned.arrays}
+    refuse_big_chunks(planned.source, planned.largest_chunk, slab_bytes)
     place = Path(destination)
     with (
         disk_errors(place),
         StepWriter(place, planned.step, planned.arrays, planned.metadata, planned.identity) as writer,
     ):
-        copy_arrays(planned.reader, writer, names, planned.checksums, slab_bytes=slab_bytes, progress=progress)
+        copy_arrays(planned.reader, writer, planned.checksums, slab_bytes=slab_bytes, progress=progress)
         grown = writer.close()
         if verify:
             verdict = verify_step(grown, progress, slab_bytes=slab_bytes)
@@ -311,12 +289,7 @@ def placements(
     if "model" not in config:
         raise CheckpointError(f"{where} does not say what model it holds, so a mesh means nothing to it")
     abstract_mesh = AbstractMesh(tuple(mesh.get(axis, 1) for axis in AXES), AXES)
-    model, precision = ModelConfig(**config["model"]), PrecisionConfig(**config["precision"])
-
-    def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, "none", rngs)
-
-    definition = ModelDefinition(make_decoder)
+    definition = decoder_definition(ModelConfig(**config["model"]), PrecisionConfig(**config["precision"]))
     axes = definition.axes_by_path
     params = {}
     for path, leaf in leaves_by_path(definition.abstract_params, "params").items():
@@ -326,8 +299,7 @@ def placements(
         params[path] = Placement(spec, tuple(size // n for size, n in zip(leaf.shape, ways, strict=True)))
     placed = {}
     for name, array in types.items():
-        path = tuple(name.split("/"))
-        ours = next((p for param, p in params.items() if path[-len(param) :] == param), None)
+        ours = of_its_param(tuple(name.split("/")), params)
         same_dims = ours is not None and len(ours.shard) == len(array.shape)
         placed[name] = ours if same_dims else Placement((None,) * len(array.shape), tuple(array.shape))
     return placed

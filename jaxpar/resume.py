@@ -11,16 +11,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar.checkpoint import commit
-from jaxpar.checkpoint.agreement import damage_for_all
+from jaxpar.checkpoint.agreement import damage_for_all, text_of_first_process
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from jaxpar.checkpoint.paths import leaves_by_path, path_string
+from jaxpar.checkpoint.paths import leaves_by_path, of_its_param, path_string
 from jaxpar.checkpoint.places import CHECKPOINTS, choose_step, locate
 from jaxpar.checkpoint.store import Store
 from jaxpar.config import Config, ConfigError, Problem
@@ -100,15 +98,8 @@ def agree(found: tuple[Path, int] | None) -> tuple[Path, int] | None:
     """What process 0 found: file systems that are shared over a network show new files at different moments."""
     if jax.process_count() == 1:
         return found
-    step = multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found[1]))
-    paths = multihost_utils.broadcast_one_to_all(_padded(str(found[0]) if found else ""))
-    return (Path(bytes(paths).rstrip(b"\0").decode()), int(step)) if step >= 0 else None
-
-
-def _padded(text: str) -> np.ndarray:
-    """uint8 [4096]: a path, as every process must bring an array of one shape."""
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    return np.pad(encoded, (0, 4096 - len(encoded)))
+    step, _, path = text_of_first_process(f"{found[1]} {found[0]}" if found else "").partition(" ")
+    return (Path(path), int(step)) if step else None
 
 
 def _no_checkpoint(mode: str, directory: Path, skipped: list[tuple[int, str]], remedy: str) -> ConfigError:
@@ -130,8 +121,7 @@ def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str,
     shapes = {}
     for section, tree in sections.items():
         for path, leaf in leaves_by_path(tree, section).items():
-            dims = next((d for param, d in vocab_dims.items() if path[-len(param) :] == param), [])
-            if dims:
+            if dims := of_its_param(path, vocab_dims):
                 shape = tuple(vocab_size if dim in dims else size for dim, size in enumerate(leaf.shape))
                 shapes[path_string(section, path)] = shape
     return shapes

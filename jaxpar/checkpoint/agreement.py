@@ -11,7 +11,8 @@ from jax.experimental import multihost_utils
 
 from jaxpar.checkpoint.errors import DamagedCheckpointError
 
-_TEXT_BYTES = 4096
+_TEXT_BYTES = 8192
+"""Enough for the longest path that Linux has, and for the beginning of any message."""
 
 
 @contextlib.contextmanager
@@ -40,9 +41,21 @@ def damage_for_all() -> Iterator[None]:
         raise error
 
 
+def text_of_first_process(text: str) -> str:
+    """What process 0 says. Collective: every process calls it, with any text."""
+    return _text(multihost_utils.broadcast_one_to_all(_array(text)))
+
+
 def _texts_of_all(text: str) -> list[str]:
     """The text of every process, cut off where it is long."""
-    mine = np.zeros(_TEXT_BYTES, np.uint8)  # every process must bring an array of one shape
+    return [_text(row) for row in multihost_utils.process_allgather(_array(text))]
+
+
+def _array(text: str) -> np.ndarray:
+    """uint8 [_TEXT_BYTES]: every process must bring an array of one shape."""
     encoded = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
-    mine[: len(encoded)] = encoded
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(mine)]
+    return np.pad(encoded, (0, _TEXT_BYTES - len(encoded)))
+
+
+def _text(array: np.ndarray) -> str:
+    return bytes(array).rstrip(b"\0").decode(errors="ignore")

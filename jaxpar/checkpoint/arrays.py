@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,12 +21,13 @@ import numpy as np
 import tensorstore as ts
 
 from jaxpar.checkpoint.errors import DamagedCheckpointError
+from jaxpar.checkpoint.tensors import num_bytes
 
 TREE_FILE = "_METADATA"
 """File that makes a directory an Orbax tree."""
 
 _INDEX_CACHE_BYTES = 64 * 2**20
-_READS_AT_ONCE = 4
+_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StoredArray:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return num_bytes(self)
 
 
 class StepArrays:
@@ -55,7 +55,7 @@ class StepArrays:
     Every subdirectory that is an Orbax tree is a section; a directory that is a tree itself has leaves without section.
     """
 
-    def __init__(self, step_directory: Path, *, reads_at_once: int = _READS_AT_ONCE):
+    def __init__(self, step_directory: Path, *, reads_at_once: int = _AT_ONCE):
         """Opens every array of the step, reading no elements.
 
         Args:
@@ -66,14 +66,7 @@ class StepArrays:
             DamagedCheckpointError: No tree, or an array cannot be opened; names the leaves.
         """
         self.directory = step_directory
-        self._context = ts.Context(
-            {
-                "cache_pool": {"total_bytes_limit": 0},
-                "cache_pool#index": {"total_bytes_limit": _INDEX_CACHE_BYTES},
-                "file_io_concurrency": {"limit": reads_at_once},
-                "data_copy_concurrency": {"limit": min(reads_at_once, os.cpu_count() or 1)},
-            }
-        )
+        self._context = storage_context(reads_at_once)
         self.faults: dict[str, str] = {}
         """Why a leaf that the tree lists cannot be opened, by name."""
         self.skipped: dict[str, str] = {}
@@ -146,6 +139,18 @@ class StepArrays:
             self.types[name] = _stored_array(self._arrays[name], sharding)
 
 
+def storage_context(at_once: int = _AT_ONCE) -> ts.Context:
+    """Tensorstore's resources for arrays that nobody reads twice: no cache but of the index, ``at_once`` chunks."""
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},
+            "cache_pool#index": {"total_bytes_limit": _INDEX_CACHE_BYTES},
+            "file_io_concurrency": {"limit": at_once},
+            "data_copy_concurrency": {"limit": min(at_once, os.cpu_count() or 1)},
+        }
+    )
+
+
 def array_spec(tree: Path, name: str, *, zarr3: bool, ocdbt: bool) -> dict[str, Any]:
     """Tensorstore's name for the array of a leaf; ``name`` is its keys joined by "."."""
     kvstore: dict[str, Any] = {"driver": "file", "path": f"{tree.absolute()}/{name}/"}
@@ -187,13 +192,3 @@ def _sharding_text(sharding: Mapping[str, Any]) -> str:
 
 def _entry_text(entry: str | Sequence[str] | None) -> str:
     return str(entry) if entry is None or isinstance(entry, str) else f"({', '.join(entry)})"
-
-
-def whole(shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index of a whole array."""
-    return tuple(slice(0, size) for size in shape)
-
-
-def leaf_bytes(types: Mapping[str, StoredArray]) -> int:
-    """Bytes of all arrays."""
-    return sum(array.nbytes for array in types.values())

@@ -12,19 +12,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpar.checkpoint import durable
+from jaxpar.config.checkpoints import METADATA_FILE
+
 COMMIT_MARK = "jaxpar_files.json"
 """File list of a step directory, written last."""
-
-METADATA_FILE = "_CHECKPOINT_METADATA"
-"""Orbax's file of a step directory; what the trainer saved with the step is under ``custom_metadata``."""
 
 STEP_FILES = (COMMIT_MARK, METADATA_FILE)
 """A directory named by a number that has one of these is a step."""
@@ -72,26 +71,12 @@ def write_commit_mark(
         if read <= CRC_BYTES:
             crcs[name] = file_crc(path)
         if size <= _SYNC_BYTES:  # tensorstore syncs the data files that it writes; Orbax not its own
-            _sync(path)
+            durable.sync(path)
     mark = Mark(files, crcs, dict(checksums or {}), dict(metrics or {}), int(step_directory.name))
     content = dataclasses.asdict(mark)
-    unfinished = step_directory / f"{COMMIT_MARK}.writing"
-    with unfinished.open("w") as file:
-        json.dump({**content, "crc": _crc_of(content)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(step_directory / COMMIT_MARK)
-    for directory in (step_directory, step_directory.parent):
-        _sync(directory)
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file or directory is on the disk, so that older steps may be removed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    durable.replace(step_directory / COMMIT_MARK, json.dumps({**content, "crc": _crc_of(content)}))
+    for directory in (step_directory, step_directory.parent):  # older steps may be removed after this
+        durable.sync(directory)
 
 
 def read_commit_mark(step_directory: Path) -> Mark | None:
@@ -157,19 +142,26 @@ def content_faults(step_directory: Path, *, data: bool) -> Iterator[str]:
     """
     mark = read_commit_mark(step_directory)
     for name, crc in mark.crcs.items() if mark else ():
-        if data or not _DATA_FILE.fullmatch(name):
-            path = step_directory / name
-            try:
-                if path.stat().st_size != mark.files[name]:  # said by step_faults
-                    continue
-                found = file_crc(path)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                yield f"file {name} cannot be read: {error.strerror or error}"
-                continue
-            if found != crc:
-                yield f"file {name} is damaged: CRC-32 {found}, {crc} was written"
+        if _DATA_FILE.fullmatch(name) and not data:
+            continue
+        path = step_directory / name
+        try:
+            # What step_faults says is not said again.
+            found = file_crc(path) if path.stat().st_size == mark.files[name] else crc
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            yield f"file {name} cannot be read: {error.strerror or error}"
+            continue
+        if found != crc:
+            yield f"file {name} is damaged: CRC-32 {found}, {crc} was written"
+
+
+def missing_leaves(step_directory: Path, listed: Collection[str]) -> list[str]:
+    """A line for each leaf that was saved with a step and is not among those that its trees list now."""
+    mark = read_commit_mark(step_directory)
+    saved = mark.checksums if mark is not None else ()
+    return [f"{name} is gone: the tree does not list it" for name in saved if name not in listed]
 
 
 def file_crc(path: Path) -> str:
@@ -202,11 +194,6 @@ def scan(directory: Path) -> tuple[list[int], list[tuple[int, str]]]:
             what = "its removal" if remnant[2] == "removing" else "its save"
             skipped.append((int(remnant[1]), f"{what} was interrupted ({entry.name}), or is going on"))
     return sorted(complete), sorted(skipped)
-
-
-def is_step_name(name: str) -> bool:
-    """Whether a directory of that name is a step, whole or not; not what an interrupted save or a copy left."""
-    return _STEP.fullmatch(name) is not None
 
 
 def tidy(directory: Path) -> list[str]:
@@ -292,15 +279,13 @@ def remove_old(directory: Path, keep: Keep, *, saved: int) -> None:
     kept = keep.kept({step: mark.metrics if mark else {} for step, mark in marks.items()}) | {saved}
     oldest_of_newest = complete[-keep.latest :][0] if keep.latest else 0
     for entry in list(directory.iterdir()):
-        if not entry.is_dir():
+        name = _STEP.fullmatch(entry.name) or _ASIDE.fullmatch(entry.name)
+        if not (name and entry.is_dir()):
             continue
-        step = next((int(m[1]) for m in (_ASIDE.fullmatch(entry.name),) if m), None)
-        if step is None and _STEP.fullmatch(entry.name):
-            step = int(entry.name)
-        if step is None or (entry.name == str(step) and step in kept):
+        step, is_aside = (int(entry.name), False) if entry.name.isdecimal() else (int(name[1]), True)
+        if step in kept and not is_aside:
             continue
-        whole = entry.name == str(step) and step in marks
-        if whole or step < oldest_of_newest:
+        if step < oldest_of_newest or (step in marks and not is_aside):
             removing = entry.with_name(f"{step}.removing")  # renamed first: never half a checkpoint under its name
             entry.rename(removing)
             shutil.rmtree(removing)

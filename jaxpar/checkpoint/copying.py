@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,7 @@ from jaxpar.checkpoint.checksum import box_checksum, to_text
 from jaxpar.checkpoint.chunks import as_index, box_bytes, boxes, copy_slab
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.step_writer import StepWriter
-from jaxpar.checkpoint.tensors import TensorReader
-
-Progress = Callable[[int], None]
-"""Told the bytes of the source that were just copied."""
+from jaxpar.checkpoint.tensors import Progress, TensorReader
 
 COPIES_OF_A_SLAB = 7
 """What a copy takes at worst, in slabs: one as read, in flight, hashed, converted; and the one before being written."""
@@ -70,10 +68,19 @@ def slab_bytes_within(max_memory: int) -> int:
     return min(slab, MAX_SLAB_BYTES)
 
 
+def refuse_big_chunks(what: str, chunk_bytes: int, slab_bytes: int) -> None:
+    """Raises CheckpointError for chunks of which not even one fits a slab; says how much more memory would do."""
+    if chunk_bytes > slab_bytes:
+        more = (chunk_bytes - slab_bytes) * COPIES_OF_A_SLAB
+        raise CheckpointError(
+            f"{what} has chunks of {chunk_bytes / 2**20:.0f} MiB, too big for this bound on memory\n"
+            f"-> give {more / 2**20:.0f} MiB more"
+        )
+
+
 def copy_arrays(
     reader: TensorReader,
     writer: StepWriter,
-    sources: Mapping[str, str],
     checksums: Mapping[str, str],
     *,
     slab_bytes: int,
@@ -82,10 +89,9 @@ def copy_arrays(
     """Copies every array of the step that is not on disk yet; float types are converted to those of the step.
 
     Args:
-        reader: Where arrays come from.
+        reader: Where arrays come from, under the names of the step's leaves.
         writer: Where they go; not closed here.
-        sources: Name in the reader by leaf name of the step.
-        checksums: Checksum by name in the reader, of those whose checksum is known.
+        checksums: Checksums of the arrays as they are read, of those for which there is one.
         slab_bytes: Bytes held at a time, unless a single chunk is bigger.
         progress: Told what was copied, and what was found copied.
 
@@ -93,22 +99,17 @@ def copy_arrays(
         DamagedCheckpointError: What was read is not what was saved; names the leaf.
         CheckpointError: An array is of a chunk too big for the bound, or cannot be read or written.
     """
-    for name, source in sources.items():
-        stored, target = reader.types[source], writer.arrays[name]
+    for name, target in writer.arrays.items():
+        stored = reader.types[name]
         itemsize = np.dtype(stored.dtype).itemsize
         widest = max(itemsize, target.dtype.itemsize)
         slab = copy_slab(target.shape, getattr(stored, "read_chunk", target.chunk), target.chunk, widest, slab_bytes)
-        whole = box_bytes(tuple((0, size) for size in slab), widest)
-        if whole > slab_bytes:
-            raise CheckpointError(
-                f"{source} lies in chunks of {whole / 2**20:.0f} MiB; give at least "
-                f"{(whole - slab_bytes) * COPIES_OF_A_SLAB / 2**20:.0f} MiB more memory"
-            )
+        refuse_big_chunks(name, math.prod(slab) * widest, slab_bytes)
         writer.begin(name, slab)
         read = np.zeros(2, np.uint32)
         for number, box in enumerate(boxes(target.shape, slab)):
             if not writer.done(name, number):
-                values = reader.read(source, as_index(box))
+                values = reader.read(name, as_index(box))
                 origin = [start for start, _ in box]
                 sums = box_checksum(values, origin)
                 converted = values.astype(target.dtype, copy=False)
@@ -116,8 +117,8 @@ def copy_arrays(
                 writer.write(name, number, as_index(box), converted, written, sums)
             read += writer.sums_read(name, number)
             progress(box_bytes(box, itemsize))
-        if source in checksums and to_text(read) != checksums[source]:
+        if name in checksums and to_text(read) != checksums[name]:
             raise DamagedCheckpointError(
-                f"{source}: its data is not what was saved (checksum {to_text(read)}, saved {checksums[source]}); "
+                f"{name}: its data is not what was saved (checksum {to_text(read)}, saved {checksums[name]}); "
                 f"nothing was put in place, {writer.work} may be removed"
             )

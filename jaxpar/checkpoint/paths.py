@@ -49,6 +49,11 @@ def nested(leaves: Mapping[LeafPath, Any]) -> Any:
     return tree
 
 
+def of_its_param[T](path: LeafPath, by_param: Mapping[LeafPath, T]) -> T | None:
+    """What belongs to the parameter that a leaf is or mirrors: optimizer state has the parameter's path at its end."""
+    return next((value for param, value in by_param.items() if path[-len(param) :] == param), None)
+
+
 def path_string(section: str, path: LeafPath) -> str:
     """How a leaf is named in messages and arguments: ``params/layers/q``."""
     return "/".join((section, *path))

@@ -19,10 +19,11 @@ from typing import Self
 
 import numpy as np
 
+from jaxpar.checkpoint import durable
 from jaxpar.checkpoint.compare import array_type
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
-from jaxpar.checkpoint.tensors import ArrayType
+from jaxpar.checkpoint.tensors import ArrayType, num_bytes
 
 PARTIAL = ".partial"
 """Ending of a file that is not finished."""
@@ -69,7 +70,7 @@ def plan_files(
     current: list[str] = []
     room = max_file_bytes
     for name, leaf in types.items():
-        size = _num_bytes(leaf)
+        size = num_bytes(leaf)
         if size > max_file_bytes:
             contents.append([name])
             continue
@@ -93,7 +94,7 @@ def _file_plan(file_name: str, types: Mapping[str, ArrayType], metadata: Mapping
     starts, position = {}, 0
     for name in order:
         leaf = types[name]
-        starts[name], end = position, position + _num_bytes(leaf)
+        starts[name], end = position, position + num_bytes(leaf)
         dtype = _NAMES[np.dtype(leaf.dtype)]
         entries[name] = {"dtype": dtype, "shape": list(leaf.shape), "data_offsets": [position, end]}
         position = end
@@ -217,13 +218,13 @@ class TensorFilesWriter:
         if len(self.files) > 1:
             index = self.directory / (INDEX_FILE + PARTIAL)
             index.write_text(self._index(), encoding="utf-8")
-            _sync_path(index)
+            durable.sync(index)
         # A directory without the index is not a checkpoint, so it gets its name last.
         names = [file.name for file in self.files] + ([INDEX_FILE] if len(self.files) > 1 else [])
         for name in names:
             if (partial := self.directory / (name + PARTIAL)).exists():
                 partial.rename(self.directory / name)
-        _sync_path(self.directory)
+        durable.sync(self.directory)
 
     def close(self) -> None:
         """Closes the files as they are."""
@@ -235,7 +236,7 @@ class TensorFilesWriter:
         sizes = self.types.values()
         totals = {
             "total_parameters": sum(math.prod(leaf.shape) for leaf in sizes),
-            "total_size": sum(map(_num_bytes, sizes)),
+            "total_size": sum(map(num_bytes, sizes)),
         }
         weight_map = {name: self.files[i].name for name, i in self._file_of.items()}
         return json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
@@ -278,10 +279,6 @@ class TensorFilesWriter:
             )
 
 
-def _num_bytes(leaf: ArrayType) -> int:
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-
-
 def _num_rows(leaf: ArrayType) -> int:
     return leaf.shape[0] if leaf.shape else 1
 
@@ -298,11 +295,3 @@ def _contiguous(array: np.ndarray) -> Iterator[np.ndarray]:
     rows = max(1, _COPY_BYTES // max(1, array[:1].nbytes))
     for start in range(0, array.shape[0], rows):
         yield np.ascontiguousarray(array[start : start + rows])
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,16 +23,14 @@ from typing import Any, Self
 import numpy as np
 import tensorstore as ts
 
-from jaxpar.checkpoint import commit
-from jaxpar.checkpoint.arrays import TREE_FILE, array_spec, storage_message
+from jaxpar.checkpoint import commit, durable
+from jaxpar.checkpoint.arrays import TREE_FILE, array_spec, storage_context, storage_message
 from jaxpar.checkpoint.checksum import to_text
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.store import write_skeleton
 
 JOURNAL = "journal.jsonl"
 """Beside the unfinished step: what it will hold, then a line per slab that is on disk."""
-
-_INDEX_CACHE_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +78,7 @@ class StepWriter:
         self._sums: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {name: {} for name in arrays}
         self._writing: tuple[str, int, ts.WriteFutures] | None = None
         self._slab_shapes: dict[str, tuple[int, ...]] = {}
-        self._context = ts.Context(
-            {
-                "cache_pool": {"total_bytes_limit": 0},
-                "cache_pool#index": {"total_bytes_limit": _INDEX_CACHE_BYTES},
-                "file_io_concurrency": {"limit": 4},
-                "data_copy_concurrency": {"limit": 4},
-            }
-        )
+        self._context = storage_context()
         self._lock = _locked(directory)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, self._lock)
@@ -213,7 +204,7 @@ class StepWriter:
             written, read = (np.array(sums, np.uint32) for sums in entry["sums"])
             self.begin(entry["name"], tuple(entry["shape"]))
             self._sums[entry["name"]][entry["slab"]] = written, read
-        _replace(journal, "\n".join(whole) + "\n")
+        durable.replace(journal, "\n".join(whole) + "\n")
         return True
 
     def _create(self, metadata: dict[str, Any]) -> None:
@@ -228,7 +219,7 @@ class StepWriter:
             _describe_arrays(tree, dict(self._in_tree(tree)))
         for name in self.arrays:
             self._open_array(name, create=True)
-        _replace(self.work / JOURNAL, json.dumps({"identity": self._identity}) + "\n")
+        durable.replace(self.work / JOURNAL, json.dumps({"identity": self._identity}) + "\n")
 
     def _tree(self, name: str) -> tuple[Path, str]:
         """Directory of the Orbax tree of a leaf, and the array's name in it."""
@@ -251,16 +242,6 @@ class StepWriter:
             }
             spec["store_data_equal_to_fill_value"] = True
         return ts.open(spec, open=True, create=create, context=self._context).result()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file such that a kill or a full disk leaves the old one or the new one, whole."""
-    unfinished = path.with_name(f"{path.name}.writing")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
 
 
 def _locked(directory: Path) -> int:

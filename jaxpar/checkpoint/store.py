@@ -195,15 +195,18 @@ class Store:
 
     def steps(self) -> list[int]:
         """Complete steps, ascending. Does not include a save in progress."""
-        return [step for step in commit.scan(self.directory)[0] if step != self._in_progress()]
+        return self._scan()[0]
 
     def skipped(self) -> list[tuple[int, str]]:
         """(step, why) of unfinished and damaged steps, which are ignored; a later save at their step replaces them."""
-        return [(step, why) for step, why in commit.scan(self.directory)[1] if step != self._in_progress()]
+        return self._scan()[1]
 
-    def _in_progress(self) -> int | None:
-        """The step that is being saved; None also when its save has ended, well or not, and nobody has waited yet."""
-        return None if self._saved is None or self._saved.done() else self._saving
+    def _scan(self) -> tuple[list[int], list[tuple[int, str]]]:
+        """``commit.scan`` without the step that is being saved; one whose save has ended, well or not, counts."""
+        complete, skipped = commit.scan(self.directory)
+        if self._saved is None or self._saved.done():
+            return complete, skipped
+        return [s for s in complete if s != self._saving], [(s, why) for s, why in skipped if s != self._saving]
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -329,8 +332,9 @@ class Store:
 
     def _stored(self, step: int) -> ocp.CheckpointMetadata[dict[str, Any]]:
         """Orbax's view of a complete step whose format we can read."""
-        complete, skipped = self.steps(), dict(self.skipped())
+        complete, others = self._scan()
         if step not in complete:
+            skipped = dict(others)
             why = skipped.get(step, "it does not exist")
             there = f"complete steps: {', '.join(map(str, complete))}" if complete else "it has no complete step"
             kind = DamagedCheckpointError if step in skipped else CheckpointError

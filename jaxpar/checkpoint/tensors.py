@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,15 @@ class ArrayType(Protocol):
     @property
     def dtype(self) -> Any:
         """Element type."""
+
+
+Progress = Callable[[int], None]
+"""Told the bytes that were just read, written or checked."""
+
+
+def num_bytes(leaf: ArrayType) -> int:
+    """Bytes of the elements of an array."""
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 class TensorReader(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,10 @@ from jaxpar.checkpoint.arrays import StepArrays, StoredArray
 from jaxpar.checkpoint.checksum import box_checksum, to_text
 from jaxpar.checkpoint.chunks import as_index, box_bytes, boxes, slab_shape
 from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from jaxpar.checkpoint.tensors import Progress
 
 SLAB_BYTES = 128 * 2**20
 """Bytes of an array that are held at a time; reading, hashing and the chunks in flight take a few times as much."""
-
-Progress = Callable[[int], None]
-"""Told the bytes that were just checked."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +54,9 @@ def verify_step(step_directory: Path, progress: Progress = lambda _: None, *, sl
     try:
         arrays = StepArrays(step_directory)
     except DamagedCheckpointError as error:
-        return _verdict(step_directory, [*faults, str(error), *_gone(mark, ())], notes, 0, 0)
+        return _verdict(step_directory, [*faults, str(error), *commit.missing_leaves(step_directory, ())], notes, 0, 0)
     faults += [f"{name} cannot be opened: {why}" for name, why in arrays.faults.items()]
-    faults += _gone(mark, (*arrays.types, *arrays.faults))
+    faults += commit.missing_leaves(step_directory, {*arrays.types, *arrays.faults})
     num_bytes = 0
     for name, array in arrays.types.items():
         expected = mark.checksums.get(name) if mark is not None else None
@@ -91,13 +88,6 @@ def leaf_checksum(
         sums += box_checksum(arrays.read(name, as_index(box)), [start for start, _ in box])
         progress(box_bytes(box, array.dtype.itemsize))
     return sums
-
-
-def _gone(mark: commit.Mark | None, present: tuple[str, ...]) -> list[str]:
-    """Leaves that were saved and are no longer listed."""
-    return [
-        f"{name} is gone: the tree does not list it" for name in (mark.checksums if mark else ()) if name not in present
-    ]
 
 
 def _verdict(step_directory: Path, faults: list[str], notes: list[str], num_leaves: int, num_bytes: int) -> Verdict:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.cli.output import output_console
 from jaxpar.config import FAMILIES, PRESETS, ConfigError, LoadedConfig, Problem, load_with_sources
 from jaxpar.config.overrides import split_path
 from jaxpar.config.reference import reference_page
@@ -19,7 +20,6 @@ from jaxpar.plan.parameters import param_count
 from jaxpar.plan.resolve import check
 
 _COMMENT_COLUMN = 56
-_PIPED_WIDTH = 160
 
 
 def config(
@@ -115,7 +115,5 @@ def _print_presets(as_json: bool) -> None:
     for row in rows:
         shown = ["yes" if v is True else "not yet" if v is False else v for v in row.values()]
         table.add_row(*(f"{v:,}" if isinstance(v, int) else v for v in shown))
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    console = output_console()
     console.print(table)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from rich.console import Console
 from rich.table import Table
 
 from jaxpar.checkpoint.describe import Description, describe
+from jaxpar.cli.output import output_console
 from jaxpar.cli.sizes import readable_bytes, readable_count
-
-_PIPED_WIDTH = 160
-"""Columns where no terminal says how many it has."""
 
 
 def print_description(path: str, step: int | None, as_json: bool) -> None:
@@ -21,9 +18,7 @@ def print_description(path: str, step: int | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(_as_json(found)))
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    console = output_console()
     console.print(_heading(found), highlight=False)
     table = Table()
     for column in ("array", "shape", "dtype", "saved as", "chunk"):

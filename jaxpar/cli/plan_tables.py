@@ -6,11 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.cli.output import output_console
 from jaxpar.plan.memory import GIB
+from jaxpar.plan.report import COMPUTE_PARTS, memory_components
 from jaxpar.plan.search import mesh_words
-
-_PIPED_WIDTH = 160
-"""Columns where no terminal says how many it has."""
 
 _SHOWN = 10
 """Ranked meshes that are printed."""
@@ -21,9 +20,7 @@ _COLOURS = {"fits": "bold green", "does not fit": "bold red", "legal but unwise"
 
 def print_report(report: dict) -> None:
     """Print a report of :mod:`jaxpar.plan.report`."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    console = output_console(highlight=False)
     console.print(_subject(report))
     console.print(Text(report["verdict_text"], style=_COLOURS[report["verdict"]]))
     if report["mode"] == "train":
@@ -129,9 +126,11 @@ def _memory(report: dict) -> Table:
     table.add_column("component")
     table.add_column("GiB", justify="right")
     table.add_column("of the device", justify="right")
-    hidden = ("total_bytes", "device_bytes", "free_bytes", "moment", "whole_logits")
-    rows = [(name.replace("_", " "), size) for name, size in memory.items() if name not in hidden]
-    for name, size in [*rows, ("total", memory["total_bytes"]), ("device", memory["device_bytes"])]:
+    for name, size in [
+        *memory_components(report),
+        ("total", memory["total_bytes"]),
+        ("device", memory["device_bytes"]),
+    ]:
         style = "bold" if name in ("total", "device") else None
         table.add_row(name, f"{size / GIB:.2f}", f"{size / memory['device_bytes']:.1%}", style=style)
     return table
@@ -144,11 +143,7 @@ def _time(report: dict) -> Table:
     table.add_column("ms", justify="right")
     table.add_column("of the step", justify="right")
     names = {
-        "products_s": "matrix products",
-        "attention_s": "attention",
-        "elementwise_s": "elementwise",
-        "head_s": "head and loss",
-        "optimizer_s": "optimizer",
+        **COMPUTE_PARTS,
         "exposed_comm_s": "exposed communication",
         "bubble_s": f"pipeline idle ({time['bubble_fraction']:.1%} of the schedule)",
         "step_s": "step",

@@ -115,9 +115,7 @@ def _plan(request: Request) -> Resharding:
         return plan_resharding(
             request.source, mesh=mesh, params_only=request.params_only, dtype=request.dtype, step=request.step
         )
-    except CheckpointError:
-        raise
-    except ConfigError:
+    except (CheckpointError, ConfigError):
         raise
     except ValueError as error:  # the mesh does not divide the model
         raise _problem("--mesh", request.mesh or request.config, str(error), "change the sizes of the axes") from error

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from rich.console import Console
 from rich.table import Table
 
+from jaxpar.cli.output import output_console
 from jaxpar.config import Config
 from jaxpar.data.dataset import tokenizer_vocab_size
 from jaxpar.plan.resolve import check, resolve
@@ -17,9 +17,6 @@ from jaxpar.sharding import sharding_report
 
 NEGLIGIBLE_SHARE = 0.001
 """Replicated share of the bytes that is not worth a word: norm scales of a real model stay below it."""
-
-_PIPED_WIDTH = 160
-"""Columns where no terminal says how many it has."""
 
 
 def print_sharding(config: Config, as_json: bool) -> None:
@@ -46,9 +43,7 @@ def print_sharding(config: Config, as_json: bool) -> None:
     for leaf in report.leaves:
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
         table.add_row(leaf.path, shape, leaf.dtype, leaf.spec, str(leaf.num_copies), f"{leaf.bytes_per_device:,}")
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    console = output_console()
     console.print(table)
     console.print(f"{report.bytes_per_device:,} bytes of training state per device")
     share = (

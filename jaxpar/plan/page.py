@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jaxpar.plan.memory import GIB
 from jaxpar.plan.plots import Part, ranked_bars, stacked_bar
+from jaxpar.plan.report import COMPUTE_PARTS, memory_components
 from jaxpar.plan.search import mesh_words
 
 _STYLE = """
@@ -99,12 +100,7 @@ def _pairs(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def _memory_parts(report: dict) -> list[Part]:
-    skipped = ("total_bytes", "device_bytes", "free_bytes", "moment", "whole_logits")
-    return [
-        Part(name=name.replace("_", " "), value=value, label=f"{value / GIB:.2f} GiB")
-        for name, value in report["memory"].items()
-        if name not in skipped
-    ]
+    return [Part(name=name, value=size, label=f"{size / GIB:.2f} GiB") for name, size in memory_components(report)]
 
 
 def _limit(report: dict) -> str:
@@ -113,14 +109,7 @@ def _limit(report: dict) -> str:
 
 def _time_parts(report: dict) -> list[Part]:
     time = report["time"]
-    names = {
-        "products_s": "matrix products",
-        "attention_s": "attention",
-        "elementwise_s": "elementwise",
-        "head_s": "head and loss",
-        "optimizer_s": "optimizer",
-    }
-    values = [(label, time[key]) for key, label in names.items()]
+    values = [(label, time[key]) for key, label in COMPUTE_PARTS.items()]
     by_axis: dict[str, float] = {}
     for collective in report["communication"]:
         by_axis[collective["axis"]] = by_axis.get(collective["axis"], 0.0) + collective["exposed_s"]

@@ -22,6 +22,22 @@ ASSUMPTIONS = (
 )
 
 
+COMPUTE_PARTS = {
+    "products_s": "matrix products",
+    "attention_s": "attention",
+    "elementwise_s": "elementwise",
+    "head_s": "head and loss",
+    "optimizer_s": "optimizer",
+}
+"""What computes in a step: key of ``time`` and its name for people."""
+
+
+def memory_components(report: dict) -> list[tuple[str, int]]:
+    """Name for people and bytes of everything that adds up to ``total_bytes``."""
+    others = ("total_bytes", "device_bytes", "free_bytes", "moment", "whole_logits")
+    return [(name.replace("_", " "), size) for name, size in report["memory"].items() if name not in others]
+
+
 def training_report(task: Task, plan: Evaluation) -> dict:
     """Everything about a training plan. Bytes, seconds and shares (0 to 1)."""
     problems, near = find_plan_problems(task, plan)

@@ -112,7 +112,7 @@ def test_through_a_checkpoint_on_disk(tmp_path):
             for name, leaf in mapped.types.items()
         }
         writer = StepWriter(tmp_path / "checkpoints", 0, arrays, {}, "llama31")
-        copy_arrays(mapped, writer, {name: name for name in arrays}, {}, slab_bytes=50_000)
+        copy_arrays(mapped, writer, {}, slab_bytes=50_000)
         writer.close()
         step = writer.publish()
     view = ExportedTensors(StepArrays(step), hf_keymap(model), prefix="params/")
