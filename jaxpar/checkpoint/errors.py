@@ -8,6 +8,9 @@ class CheckpointError(ValueError):
 class NoCheckpointError(CheckpointError):
     """There is no checkpoint, or no such step, where one was looked for."""
 
+    def __init__(self, message: str):
+        super().__init__(f"{message}\n-> name a run, its checkpoints directory or one step of it, on a file system")
+
 
 class DamagedCheckpointError(CheckpointError):
     """What is on disk is not what was written: files missing, cut short or changed. An older step may be whole."""

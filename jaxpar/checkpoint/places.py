@@ -22,7 +22,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
         NoCheckpointError: It is on an object store.
     """
     if "://" in os.fspath(path):
-        raise NoCheckpointError(f"{os.fspath(path)}: object stores are not supported; give a file system path")
+        raise NoCheckpointError(f"{os.fspath(path)}: object stores are not supported")
     path = Path(path)
     if path.name.isdecimal() and any((path / name).exists() for name in commit.STEP_FILES):
         return path.absolute().parent, int(path.name)

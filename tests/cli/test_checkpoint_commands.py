@@ -157,6 +157,7 @@ def test_what_is_not_there_is_bad_input(saved, jaxpar, arguments, message):
     assert out == ""
     assert err.startswith("error: ")
     assert "Traceback" not in err
+    assert "-> name a run, its checkpoints directory or one step" in err
     assert message.replace(" .*", "") in err or message.split(" .*")[1] in err
 
 

@@ -22,7 +22,7 @@ from jaxpar.cli.reshard import run as command
 from jaxpar.config import ConfigError
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
-from jaxpar.reshard import plan_resharding, reshard
+from jaxpar.reshard import Resharding, plan_resharding, reshard
 from tests.trainer.runs import column, run, saved_arrays
 
 MEMORY = 4 * 2**30
@@ -100,8 +100,8 @@ class Killed(BaseException):
     """Stands in for a kill: nothing catches it."""
 
 
-def test_a_copy_that_was_killed_goes_on_where_it_was(source, tmp_path, monkeypatch):
-    planned = plan_resharding(str(source), mesh=TARGET)
+def kill_at_half(planned: Resharding, destination: Path) -> None:
+    """Copies, and is killed when half of the bytes are there."""
     copied = 0
 
     def until_half(num_bytes: int) -> None:
@@ -111,7 +111,12 @@ def test_a_copy_that_was_killed_goes_on_where_it_was(source, tmp_path, monkeypat
             raise Killed
 
     with pytest.raises(Killed):
-        reshard(planned, str(tmp_path / "new"), max_memory=MEMORY, progress=until_half)
+        reshard(planned, str(destination), max_memory=MEMORY, progress=until_half)
+
+
+def test_a_copy_that_was_killed_goes_on_where_it_was(source, tmp_path, monkeypatch):
+    planned = plan_resharding(str(source), mesh=TARGET)
+    kill_at_half(planned, tmp_path / "new")
     assert not (tmp_path / "new" / "9").exists()
     journal = tmp_path / "new" / "9.unfinished" / "journal.jsonl"
     with journal.open("a") as file:
@@ -130,16 +135,7 @@ def test_a_killed_copy_goes_on_with_another_bound_on_memory(source, tmp_path, mo
     """Its slabs are then cut otherwise: those of the array it was at do not count."""
     planned = plan_resharding(str(source), mesh=TARGET)
     monkeypatch.setattr("jaxpar.reshard.slab_bytes_within", lambda _: 8_000)
-    copied = 0
-
-    def until_half(num_bytes: int) -> None:
-        nonlocal copied
-        copied += num_bytes
-        if copied > planned.num_bytes / 2:
-            raise Killed
-
-    with pytest.raises(Killed):
-        reshard(planned, str(tmp_path / "new"), max_memory=MEMORY, progress=until_half)
+    kill_at_half(planned, tmp_path / "new")
     monkeypatch.setattr("jaxpar.reshard.slab_bytes_within", lambda _: slab_bytes)
     written = reshard(planned, str(tmp_path / "new"), max_memory=MEMORY)
     before, after = (saved_arrays_of(step) for step in (source / "checkpoints" / "9", written))
