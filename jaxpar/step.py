@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpar.collectives import defer_reduction, finish_reduction, zero_gradients
 from jaxpar.config.schema import Config
 from jaxpar.optim import learning_rate
 from jaxpar.state import ModelDefinition, TrainState
+from jaxpar.strategy import FULL, FsdpStrategy
 
 LossFn = Callable[[nnx.Module, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
 """(model, microbatch) -> (weighted sum of losses, sum of weights, other weighted sums to report)."""
@@ -21,7 +21,9 @@ Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch: Batch) -> tuple[dict, Metrics]:
+def accumulate(
+    definition: ModelDefinition, loss_fn: LossFn, params: dict, batch: Batch, strategy: FsdpStrategy = FULL
+) -> tuple[dict, Metrics]:
     """Gradients of the mean loss over all tokens of all microbatches, and the means themselves.
 
     Sums and weights of microbatches are added and divided once at the end, so that every token counts the same
@@ -32,14 +34,14 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
         Gradients with the shardings of ``params``, and scalars ``loss`` (cross entropy and z-loss), ``tokens`` (sum
         of weights) and whatever ``loss_fn`` reports.
     """
-    marked = defer_reduction(params)
+    weights = strategy.prepare(params)
 
-    def objective(marked: dict, microbatch: Batch) -> tuple[jax.Array, Metrics]:
-        total, weight, sums = loss_fn(definition.bind(marked), microbatch)
+    def objective(differentiated: dict, microbatch: Batch) -> tuple[jax.Array, Metrics]:
+        total, weight, sums = loss_fn(definition.bind(weights.for_model(differentiated)), microbatch)
         return total, {"loss": total, "tokens": weight, **sums}
 
     def backward(microbatch: Batch) -> tuple[dict, Metrics]:
-        return jax.grad(objective, has_aux=True)(marked, microbatch)
+        return jax.grad(objective, has_aux=True)(weights.differentiated, microbatch)
 
     def add(carry: tuple[dict, Metrics], microbatch: Batch) -> tuple[tuple[dict, Metrics], None]:
         return jax.tree.map(jnp.add, carry, backward(microbatch)), None
@@ -49,10 +51,10 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
         grads, sums = backward(first)
     else:
         zero_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(backward, first)[1])
-        (grads, sums), _ = jax.lax.scan(add, (zero_gradients(marked), zero_sums), dict(batch))
+        (grads, sums), _ = jax.lax.scan(add, (weights.zero_gradients(), zero_sums), dict(batch))
 
     weight = jnp.maximum(sums["tokens"], 1e-9)
-    grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), finish_reduction(grads))
+    grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), weights.finish(grads))
     means = {name: value / weight for name, value in sums.items() if name != "tokens"}
     return grads, {**means, "tokens": sums["tokens"]}
 
@@ -85,10 +87,11 @@ def make_train_step(
     config: Config, definition: ModelDefinition, optimizer: optax.GradientTransformation, loss_fn: LossFn
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """(state, batch) -> (state, metrics). Jit it with the state donated, under ``jax.set_mesh``."""
+    strategy = FsdpStrategy.of(config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with matmul_precision(config):
-            grads, metrics = accumulate(definition, loss_fn, state.params, batch)
+            grads, metrics = accumulate(definition, loss_fn, state.params, batch, strategy)
         return update(config, optimizer, state, grads, metrics)
 
     return train_step

@@ -25,6 +25,7 @@ ORDER = (
     "loss",
     "optim",
     "state",
+    "strategy",
     "step",
     "program",
     "audit",

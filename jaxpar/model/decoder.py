@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
+from jaxpar.collectives import current_mesh, enter_block, gather_weight, opened, row_parallel
 from jaxpar.config import FAMILIES
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.model.attention import SequenceInfo, attention
@@ -148,14 +148,15 @@ class Decoder(nnx.Module):
         if self.numerics.remat == "full":
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-        x_bsd = embed(self.embedding[...], tokens_bs, self.numerics.compute)
+        x_bsd = embed(opened(self.embedding[...], self.numerics.reduce), tokens_bs, self.numerics.compute)
         x_bsd, _ = jax.lax.scan(layer, x_bsd, weights)
         return rms_norm(x_bsd, self.final_norm[...], model.norm_eps)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:
         """The head, and whether it is the tied embedding [V, D] rather than [D, V]."""
-        return (self.embedding[...], True) if self.model.tie_embeddings else (self.head[...], False)
+        tied = self.model.tie_embeddings
+        return opened((self.embedding if tied else self.head)[...], self.numerics.reduce), tied
 
     def logits(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
         """float32 logits [B, S, vocab_size]: whole on every device but for the rows. For inspection, not training."""

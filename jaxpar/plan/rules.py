@@ -51,7 +51,6 @@ RULES: tuple[Rule, ...] = (
     mesh_rules.axis_shards_something,
     support_rules.pipeline_axis,
     support_rules.context_axis,
-    support_rules.fsdp_strategy,
     support_rules.optimizer,
     support_rules.family_trainable,
     support_rules.dense_model,
