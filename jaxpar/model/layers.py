@@ -63,6 +63,32 @@ def rotate(x_bshk: jax.Array, cos_bsk: jax.Array, sin_bsk: jax.Array) -> jax.Arr
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_bshk.dtype)
 
 
+def _rows(table: jax.Array, tokens: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Inside an island: ``table[tokens]``, whose gradient is added up in float32 whatever the table's dtype.
+
+    A frequent token has thousands of rows in a microbatch; bfloat16 sums stop growing after some hundred.
+
+    Args:
+        table: varies over ``axes``.
+        tokens: varies over no others.
+        axes: mesh axes.
+    """
+    if table.dtype == jnp.float32:
+        return table[tokens]
+    shape, dtype = table.shape, table.dtype
+
+    @jax.custom_vjp
+    def rows(table: jax.Array) -> jax.Array:
+        return table[tokens]
+
+    def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        zeros = varying(jnp.zeros(shape, jnp.float32), axes)
+        return (zeros.at[tokens].add(grad.astype(jnp.float32)).astype(dtype),)
+
+    rows.defvjp(lambda table: (table[tokens], None), backward)
+    return rows(table)
+
+
 def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.Array:
     """Look tokens up in a table sharded over vocabulary and embed, moving activations instead of the table.
 
@@ -82,18 +108,20 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     table_spec = spec_of(table_vd)
     vocab_axes, embed_axes = (axes_of(entry) for entry in table_spec.partitions)
     exchange_axes = tuple(axis for axis in embed_axes if axis in BATCH_AXES)
+    table_axes = {*vocab_axes, *embed_axes, *table_spec.reduced}
+    token_axes = frozenset(axis for entry in spec_of(tokens_bs).partitions for axis in axes_of(entry))
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        table = varying(table, table_spec.reduced)
+        table = varying(varying(table, table_spec.reduced), token_axes - table_axes)
         if exchange_axes:
             tokens = lax.all_gather(tokens, exchange_axes, axis=0, tiled=True)
         if vocab_axes:
             tokens = tokens - lax.axis_index(vocab_axes) * table.shape[0]
             mine = (tokens >= 0) & (tokens < table.shape[0])
-            rows = jnp.where(mine[..., None], table[jnp.where(mine, tokens, 0)], 0)
+            rows = jnp.where(mine[..., None], _rows(table, jnp.where(mine, tokens, 0), token_axes | table_axes), 0)
             rows = lax.psum_scatter(rows.astype(compute), SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
         else:
-            rows = table[tokens].astype(compute)
+            rows = _rows(table, tokens, token_axes | table_axes).astype(compute)
         if exchange_axes:
             rows = lax.all_to_all(rows, exchange_axes, split_axis=0, concat_axis=2, tiled=True)
         return rows

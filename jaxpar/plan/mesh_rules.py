@@ -10,6 +10,10 @@ from jaxpar.config.schema import AXES
 from jaxpar.plan.facts import Facts
 
 
+WEIGHT_AXES = ("fsdp", "expert", "context")
+"""Axes that shard weights, gradients and optimizer state, as mesh.fsdp_strategy says."""
+
+
 def axis_sizes(facts: Facts) -> Iterator[Problem]:
     """Every axis has at least one device, or is -1."""
     for axis in AXES:
@@ -97,6 +101,19 @@ def axis_shards_something(facts: Facts) -> Iterator[Problem]:
             "(model.num_experts is 0; training mixtures of experts: not yet)",
             remedy="mesh.expert=1; to shard a dense model over these devices use mesh.fsdp",
         )
+
+
+def strategy_shards_something(facts: Facts) -> Iterator[Problem]:
+    """A strategy other than the default needs an axis that it says something about."""
+    strategy = facts.config.mesh.fsdp_strategy
+    if strategy == "full" or facts.axes_product(WEIGHT_AXES) != 1:
+        return
+    yield Problem(
+        key="mesh.fsdp_strategy",
+        value=strategy,
+        message=f"says what the axes {', '.join(WEIGHT_AXES)} shard, but all have size 1, so it would shard nothing",
+        remedy="leave it out, or set mesh.fsdp above 1",
+    )
 
 
 def _rest_axes(facts: Facts) -> list[str]:

@@ -21,20 +21,6 @@ def context_axis(facts: Facts) -> Iterator[Problem]:
     yield from _unsupported_axis(facts, "context", "context parallelism (ring attention)")
 
 
-def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
-    """ZeRO-1 and ZeRO-2."""
-    strategy = facts.config.mesh.fsdp_strategy
-    if strategy != "full":
-        unused = "; and axis fsdp has size 1, so it would shard nothing" if facts.mesh.get("fsdp") == 1 else ""
-        yield Problem(
-            key="mesh.fsdp_strategy",
-            value=strategy,
-            message=f"sharding only {'gradients and optimizer' if strategy == 'grads' else 'the optimizer'}: "
-            f"not yet{unused}",
-            remedy='"full" works; for replicated weights use mesh.data instead of mesh.fsdp',
-        )
-
-
 def optimizer(facts: Facts) -> Iterator[Problem]:
     """Optimizers other than AdamW."""
     name = facts.config.optim.name

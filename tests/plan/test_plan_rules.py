@@ -314,8 +314,6 @@ def test_pretrained_directory_needs_weights(tmp_path):
         ("mesh.context=2", "mesh.context"),
         ("mesh.pipeline=-1", "mesh.pipeline"),
         ("mesh.expert=2", "mesh.expert"),
-        ("mesh.fsdp_strategy=grads", "mesh.fsdp_strategy"),
-        ("mesh.fsdp_strategy=optimizer", "mesh.fsdp_strategy"),
         ("optim.name=muon", "optim.name"),
         ("optim.name=sgd", "optim.name"),
         ("model.family=gemma", "model.family"),
@@ -326,8 +324,10 @@ def test_what_is_not_there_is_refused_by_name(override, key):
     assert "not yet" in problems_of(2, override)[key]
 
 
-def test_strategy_without_an_axis_says_that_too():
-    assert "shard nothing" in problems_of(2, "mesh.data=2", "mesh.fsdp_strategy=grads")["mesh.fsdp_strategy"]
+@pytest.mark.parametrize("strategy", ["grads", "optimizer"])
+def test_strategy_needs_an_axis(strategy):
+    assert "shard nothing" in problems_of(2, "mesh.data=2", f"mesh.fsdp_strategy={strategy}")["mesh.fsdp_strategy"]
+    assert plan_of(2, "mesh.fsdp=2", f"mesh.fsdp_strategy={strategy}").mesh["fsdp"] == 2
 
 
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
