@@ -92,7 +92,7 @@ class StepWeights:
         )
 
     def zero_gradients(self) -> dict:
-        """Zeros with the types of a microbatch's gradients, in the dtypes of the parameters: an accumulation's start."""
+        """Zeros as an accumulation starts: types of a microbatch's gradients, dtypes of the parameters."""
 
         def zeros(weight: jax.Array, param: jax.Array) -> jax.Array:
             spec = spec_of(weight)

@@ -129,9 +129,9 @@ class MeshConfig:
     """Devices that shard heads, MLP width and vocabulary (and, between blocks, the sequence); keep it inside one NVLink
     domain."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
-    """What a step holds whole besides its shards. full (ZeRO-3): nothing, each block gathers its weights. grads (ZeRO-2):
-    all weights in the compute type, gathered once per step. optimizer (ZeRO-1): their gradients too, reduce-scattered
-    once per step. Master parameters and optimizer state are sharded by all three."""
+    """What a step holds whole besides its shards. full (ZeRO-3): nothing, each block gathers its weights. grads
+    (ZeRO-2): all weights in the compute type, gathered once per step. optimizer (ZeRO-1): their gradients too,
+    reduce-scattered once per step. Master parameters and optimizer state are sharded by all three."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

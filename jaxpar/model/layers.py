@@ -78,15 +78,15 @@ def _rows(table: jax.Array, tokens: jax.Array, axes: frozenset[str]) -> jax.Arra
     shape, dtype = table.shape, table.dtype
 
     @jax.custom_vjp
-    def rows(table: jax.Array) -> jax.Array:
+    def rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
         return table[tokens]
 
-    def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+    def backward(tokens: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
         zeros = varying(jnp.zeros(shape, jnp.float32), axes)
-        return (zeros.at[tokens].add(grad.astype(jnp.float32)).astype(dtype),)
+        return (zeros.at[tokens].add(grad.astype(jnp.float32)).astype(dtype), None)
 
-    rows.defvjp(lambda table: (table[tokens], None), backward)
-    return rows(table)
+    rows.defvjp(lambda table, tokens: (table[tokens], tokens), backward)
+    return rows(table, tokens)
 
 
 def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.Array:

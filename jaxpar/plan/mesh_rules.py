@@ -9,7 +9,6 @@ from jaxpar.config.errors import Problem
 from jaxpar.config.schema import AXES
 from jaxpar.plan.facts import Facts
 
-
 WEIGHT_AXES = ("fsdp", "expert", "context")
 """Axes that shard weights, gradients and optimizer state, as mesh.fsdp_strategy says."""
 

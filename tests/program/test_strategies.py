@@ -36,7 +36,7 @@ def elements(collective) -> int:
 def assert_gathers_each_weight_once(report) -> None:
     gathers = report.select("all-gather", axes="fsdp")
     assert not [found for found in gathers if found.in_loop]
-    assert sorted(sum((sizes_of(found) for found in gathers), [])) == sorted(STACKED + TABLES)
+    assert sorted(size for found in gathers for size in sizes_of(found)) == sorted(STACKED + TABLES)
 
 
 def sizes_of(collective) -> list[int]:
@@ -52,8 +52,9 @@ def test_grads_gathers_once_and_scatters_per_block(grads):
     assert_gathers_each_weight_once(grads)
     blocks = [size for found in grads.select("reduce-scatter", axes="fsdp", in_loop=True) for size in sizes_of(found)]
     assert sorted(8 * size for size in blocks) == sorted(LAYER_WEIGHTS + TABLES), "not an eighth of each weight"
-    _, backward = grads.per_layer(NUM_LAYERS)
-    assert backward.counts["reduce-scatter", ("fsdp",)] == 7
+    (backward,) = grads.per_layer(NUM_LAYERS)  # of the loops over layers, only this one communicates
+    assert backward.is_backward
+    assert backward.counts == {("reduce-scatter", ("fsdp",)): 7}
     assert weight_sized_all_reduces(grads, weight_bytes=4 * min(LAYER_WEIGHTS)) == ()
 
 
