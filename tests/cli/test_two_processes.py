@@ -17,7 +17,7 @@ from tests.trainer.runs import column, rows_of, run, tiny
 pytestmark = pytest.mark.proof
 
 GLOO_PIECES = re.compile(
-    r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : |\d+\s*"
+    r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : |\d+"
 )
 """Native threads tell of their connections at once and piece by piece, so that their lines come apart anywhere."""
 
