@@ -1,1 +1,4 @@
-"""What needs the real training step but trains nothing: compiling it for hardware that is not there."""
+"""What needs the real training step: verify a layout, compare layouts by running them, measure the links.
+
+Modules are imported by name; this file stays empty, so that commands can use the parts that need no JAX.
+"""

@@ -98,14 +98,14 @@ def test_what_cannot_be_trained_is_refused_before_compiling():
 
 
 @pytest.mark.parametrize(
-    ("fails", "text"), [("abort", "died of SIGABRT"), ("raise", "no such option"), ("hang", "2 s")]
+    ("fails", "text"), [("abort", "died of SIGABRT"), ("raise", "no such option"), ("hang", "timed out after")]
 )
 def test_failures_are_told_with_the_last_words(monkeypatch, fails, text):
     monkeypatch.setattr(launch, "WORKER", "tests.experiments.stand_in_worker")
     monkeypatch.setenv("FAILS", fails)
     with pytest.raises(CompileFailed, match=text) as error:
         compile_step(load_config(None, TINY), cpu_target(8), timeout_s=2 if fails == "hang" else 60)
-    assert fails == "hang" or "the compiler's last words" in str(error.value)
+    assert ("the compiler's last words" in str(error.value)) == (fails != "hang")
 
 
 def test_the_outcome_goes_through_json():

@@ -6,13 +6,12 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from jaxpar.config import ConfigError, Problem, config_to_toml
 from jaxpar.config.schema import CheckpointConfig, Config, DataConfig, ObserveConfig, RunConfig, RuntimeConfig
+from jaxpar.experiments.children import Ended, environment, run_child
 from jaxpar.experiments.compile.outcome import CompileOutcome
 from jaxpar.experiments.compile.targets import SIDE_DIRECTORY, Target
 from jaxpar.plan.facts import gather_facts
@@ -49,18 +48,14 @@ def compile_step(config: Config, target: Target, *, timeout_s: float = TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="jaxpar-compile-") as directory:
         request, result = Path(directory, "request.json"), Path(directory, "result.json")
         request.write_text(json.dumps({"config": config_to_toml(config), "target": dataclasses.asdict(target)}))
-        command = [sys.executable, "-m", WORKER, str(request), str(result)]
-        try:
-            finished = subprocess.run(
-                command, env=_environment(), capture_output=True, text=True, errors="replace", timeout=timeout_s
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CompileFailed(
-                f"compiling for {target.label} took longer than {timeout_s:g} s; "
-                "a shorter program compiles faster: the number of layers does not matter, the number of devices does"
-            ) from error
-        if finished.returncode or not result.exists():
-            raise CompileFailed(f"compiling for {target.label} failed: {_reason(finished)}")
+        ended = run_child(
+            [WORKER, str(request), str(result)],
+            environment=_environment(),
+            timeout_s=timeout_s,
+            log=Path(directory, "log.txt"),
+        )
+        if ended.code or not result.exists():
+            raise CompileFailed(f"compiling for {target.label} failed: {_reason(ended)}")
         return CompileOutcome.from_dict(json.loads(result.read_text()))
 
 
@@ -93,16 +88,17 @@ def program_config(config: Config) -> Config:
 
 def _environment() -> dict[str, str]:
     """The child has the compiler, sees no GPU (the plugin would look for one), compiles afresh, and writes warnings."""
-    dropped = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    places = [place for place in (kept.get("PYTHONPATH"), str(SIDE_DIRECTORY)) if place]
-    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(places)}
+    child = environment(fake_devices=True)
+    # Its own devices are set by the worker; what a cache holds is not compiled, and gives no warnings.
+    for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES"):
+        child.pop(name, None)
+    return {**child, "PYTHONPATH": os.pathsep.join([child["PYTHONPATH"], str(SIDE_DIRECTORY)])}
 
 
-def _reason(finished: subprocess.CompletedProcess) -> str:
-    lines = [line for line in finished.stderr.splitlines() if line.strip()]
+def _reason(ended: Ended) -> str:
+    if ended.timed_out:
+        return f"{ended.reason}; the number of layers hardly matters to the compiler, that of devices does"
+    lines = [line for line in ended.error.splitlines() if line.strip()]
     last = "\n".join(f"    {line}" for line in lines[-_LAST_LINES:])
-    if finished.returncode < 0:
-        name = signal.Signals(-finished.returncode).name
-        return f"the compiler died of {name}; its last words:\n{last}"
-    return f"exit code {finished.returncode}:\n{last}"
+    how = f"the compiler died of {signal.Signals(-ended.code).name}" if ended.code < 0 else f"exit code {ended.code}"
+    return f"{how}; its last words:\n{last}"
