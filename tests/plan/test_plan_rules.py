@@ -316,8 +316,6 @@ def test_pretrained_directory_needs_weights(tmp_path):
         ("mesh.expert=2", "mesh.expert"),
         ("optim.name=muon", "optim.name"),
         ("optim.name=sgd", "optim.name"),
-        ("model.family=gemma", "model.family"),
-        ("model.family=gpt2", "model.family"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(override, key):
