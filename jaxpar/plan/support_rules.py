@@ -35,13 +35,6 @@ def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def optimizer(facts: Facts) -> Iterator[Problem]:
-    """Optimizers other than AdamW."""
-    name = facts.config.optim.name
-    if name != "adamw":
-        yield Problem(key="optim.name", value=name, message="not yet", remedy='"adamw" works')
-
-
 def family_trainable(facts: Facts) -> Iterator[Problem]:
     """Families of which only the sizes are known."""
     family = facts.model.family
