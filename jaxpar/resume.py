@@ -123,9 +123,7 @@ def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str,
         for path, leaf in leaves_by_path(tree, section).items():
             if dims := of_its_param(path, vocab_dims):
                 # A mean over the vocabulary keeps the dim, with size 1.
-                shape = tuple(
-                    vocab_size if dim in dims and size > 1 else size for dim, size in enumerate(leaf.shape)
-                )
+                shape = tuple(vocab_size if dim in dims and size > 1 else size for dim, size in enumerate(leaf.shape))
                 shapes[path_string(section, path)] = shape
     return shapes
 

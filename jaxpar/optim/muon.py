@@ -1,7 +1,8 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum whose matrices are made orthogonal.
 
-Only matrices of blocks are its own, see ``roles.muon_mask``. Newton-Schulz needs the whole matrix of one layer, or one expert,
-so the momentum is exchanged between devices (``blocks.map_blocks``) and iterated on in the compute dtype.
+Only matrices of blocks are its own, see ``roles.muon_mask``. Newton-Schulz needs the whole matrix of one
+layer, or one expert, so the momentum is exchanged between devices (``blocks.map_blocks``) and iterated on in the
+compute dtype.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxpar.config.schema import OptimConfig
 from jaxpar.plan.run_rules import wsd_decay_steps
 
+
 def learning_rate(optim: OptimConfig, num_steps: int) -> Callable[[jax.Array], jax.Array]:
     """Schedule: optimizer step (from 0) -> learning rate of that step.
 

@@ -16,7 +16,8 @@ def settings_are_used(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             key=f"optim.{setting}",
             value=getattr(optim, setting),
-            message=f'optim.name = "{optim.name}" has no such setting (it has {_listed(OPTIMIZER_SETTINGS[optim.name])})',
+            message=f'is not a setting of optim.name = "{optim.name}" (those are '
+            f"{_listed(OPTIMIZER_SETTINGS[optim.name])})",
             remedy=f"remove optim.{setting}, or choose optim.name from {_listed(optimizers_with(setting))}",
         )
 

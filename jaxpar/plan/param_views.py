@@ -1,4 +1,4 @@
-"""What a parameter is to an optimizer: its role, and the blocks and matrices in its dims, by its logical axes. No JAX."""
+"""What a parameter is to an optimizer: its role, and the blocks and matrices in its dims, by its logical axes."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def view_of(logical_axes: tuple[str, ...], vocab_size: int | None = None) -> Vie
     while stacked < num_dims and logical_axes[stacked] in STACKED:
         stacked += 1
     # A dim begins a group unless it is the inner part of the heads before it.
-    starts = [
-        dim for dim in range(stacked, num_dims) if not (logical_axes[dim] == "head_dim" and dim > stacked)
-    ]
+    starts = [dim for dim in range(stacked, num_dims) if not (logical_axes[dim] == "head_dim" and dim > stacked)]
     vocab = logical_axes.index("vocab") if "vocab" in logical_axes else None
     return View(
         num_stacked=stacked,

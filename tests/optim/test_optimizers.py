@@ -82,11 +82,8 @@ def after_steps(case: str, sizes: tuple) -> tuple[dict, object]:
     """Parameters and optimizer state after some steps of production code on a mesh."""
     config, mesh = config_of(case), make_mesh(dict(sizes), jax.devices()[: math.prod(n for _, n in sizes)])
     optimizer = make_optimizer(config.optim, AXES, vocab_size=VOCAB)
-    shardings = jax.tree.map(
-        lambda axes: NamedSharding(mesh, P(*(a if (a := MESH_AXES.get(x)) and mesh.shape[a] > 1 else None for x in axes))),
-        AXES,
-        is_leaf=is_axes,
-    )
+    used = {logical: axis for logical, axis in MESH_AXES.items() if mesh.shape[axis] > 1}
+    shardings = jax.tree.map(lambda axes: NamedSharding(mesh, P(*map(used.get, axes))), AXES, is_leaf=is_axes)
 
     placed = [jax.device_put(tree(seed, scale), shardings) for seed, scale in VALUES]
     with jax.set_mesh(mesh):
@@ -151,9 +148,7 @@ def reference(case: str) -> optax.GradientTransformation:
         muon = optax.contrib.scale_by_muon(
             ns_steps=settings.get("ns_steps", 5),
             nesterov=settings.get("nesterov", True),
-            weight_dimension_numbers=lambda updates: {
-                key: own_blocks.get(key, optax.MaskedNode()) for key in updates
-            },
+            weight_dimension_numbers=lambda updates: {key: own_blocks.get(key, optax.MaskedNode()) for key in updates},
         )
         spectral = settings.get("update_scale") == "spectral"
         scaled = optax.stateless_with_tree_map(
@@ -225,7 +220,8 @@ def test_means_of_a_factored_moment_are_sharded_like_the_dims_that_they_keep():
     rows, columns = state[0].rows["layers"], state[0].columns["layers"]
     assert (rows["q"].shape, rows["q"].sharding.spec) == ((3, 16, 1, 1), P(None, "fsdp", None, None))
     assert (columns["q"].shape, columns["q"].sharding.spec) == ((3, 1, 4, 6), P(None, None, "tensor", None))
-    assert (columns["expert_up"].shape, columns["expert_up"].sharding.spec) == ((3, 2, 1, 20), P(None, None, None, "tensor"))
+    experts = columns["expert_up"]
+    assert (experts.shape, experts.sharding.spec) == ((3, 2, 1, 20), P(None, None, None, "tensor"))
     assert state[0].whole["layers"]["q"] is None
     assert (rows["k"].shape, rows["attention_norm"]) == ((3, 16, 1, 1), None)
 
@@ -263,7 +259,16 @@ def test_newton_schulz_makes_singular_values_near_one(num_blocks, rows, columns)
 
 @pytest.mark.parametrize(
     ("num_blocks", "num_devices", "exchanges"),
-    [(1, 8, False), (2, 8, False), (3, 8, True), (32, 8, True), (32, 64, True), (4, 2, False), (5, 2, False), (6, 3, True)],
+    [
+        (1, 8, False),
+        (2, 8, False),
+        (3, 8, True),
+        (32, 8, True),
+        (32, 64, True),
+        (4, 2, False),
+        (5, 2, False),
+        (6, 3, True),
+    ],
 )
 def test_the_way_that_moves_fewer_bytes_is_taken(num_blocks, num_devices, exchanges):
     assert moves_less(num_blocks, num_devices) == exchanges
