@@ -52,7 +52,6 @@ RULES: tuple[Rule, ...] = (
     support_rules.pipeline_axis,
     support_rules.context_axis,
     support_rules.fsdp_strategy,
-    support_rules.family_trainable,
     support_rules.dense_model,
     model_rules.dims_complete,
     model_rules.kv_heads_divide_heads,

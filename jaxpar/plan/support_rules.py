@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.config.families import FAMILIES
 from jaxpar.plan.facts import Facts
 
 _TRAINABLE_AXES = "data, fsdp and tensor axes work"
@@ -32,19 +31,6 @@ def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
             message=f"sharding only {'gradients and optimizer' if strategy == 'grads' else 'the optimizer'}: "
             f"not yet{unused}",
             remedy='"full" works; for replicated weights use mesh.data instead of mesh.fsdp',
-        )
-
-
-def family_trainable(facts: Facts) -> Iterator[Problem]:
-    """Families of which only the sizes are known."""
-    family = facts.model.family
-    if not FAMILIES[family].trainable:
-        working = ", ".join(name for name, options in FAMILIES.items() if options.trainable)
-        yield Problem(
-            key="model.family",
-            value=family,
-            message="training this family: not yet (its parameter counts are known)",
-            remedy=f"these families train: {working}",
         )
 
 

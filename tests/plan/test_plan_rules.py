@@ -349,8 +349,6 @@ def test_every_optimizer_plans_with_its_own_settings_only(name):
         ("mesh.expert=2", "mesh.expert"),
         ("mesh.fsdp_strategy=grads", "mesh.fsdp_strategy"),
         ("mesh.fsdp_strategy=optimizer", "mesh.fsdp_strategy"),
-        ("model.family=gemma", "model.family"),
-        ("model.family=gpt2", "model.family"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(override, key):
