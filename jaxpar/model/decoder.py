@@ -20,6 +20,7 @@ from jaxpar.config import FAMILIES
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.model.attention import SequenceInfo, attention
 from jaxpar.model.layers import embed, rms_norm, rope_angles, rope_frequencies
+from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import padded_vocab_size
 from jaxpar.sharding import batch_entry
 
@@ -29,7 +30,7 @@ EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Number formats and recomputation, fixed while tracing."""
+    """Number formats, recomputation and the way of context parallelism, fixed while tracing."""
 
     compute: jnp.dtype
     """Products, activations and weight gathers."""
@@ -37,11 +38,14 @@ class Numerics:
     """Gradient reduce-scatters."""
     remat: str
     """``none`` or ``full``, see ``train.remat``."""
+    context_mode: str = "auto"
+    """See ``mesh.context_mode``."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str) -> Numerics:
+    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto") -> Numerics:
         """Numerics that a config asks for."""
-        return cls(compute=jnp.dtype(precision.compute), reduce=jnp.dtype(precision.reduce), remat=remat)
+        compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
+        return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode)
 
 
 def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
@@ -89,7 +93,7 @@ class Block(nnx.Module):
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
-        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.norm_eps)
+        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.norm_eps, self.numerics.context_mode)
         x_bsd = x_bsd + self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel)
 
         y_bsd = enter_block(rms_norm(x_bsd, self.mlp_norm[...], self.norm_eps))
@@ -112,9 +116,11 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Token embedding, L blocks, final norm and output head (absent when tied)."""
 
-    def __init__(self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs):
+    def __init__(
+        self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs, context_mode: str = "auto"
+    ):
         self.model = model
-        self.numerics = Numerics.of(precision, remat)
+        self.numerics = Numerics.of(precision, remat, context_mode)
         dtype = jnp.dtype(precision.params)
         V, D = model.vocab_size, model.embed_dim
         padding = padded_vocab_size(model) - V
@@ -129,17 +135,17 @@ class Decoder(nnx.Module):
             self.head = _param(head, "embed", "vocab")
 
     def hidden(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
-        """Final hidden states [B, S, D], normalised, laid out as between blocks.
+        """Final hidden states [B, S, D], normalised, laid out as between blocks (so with a context axis in zig-zag order).
 
         Args:
-            tokens_bs: int32 [B, S].
+            tokens_bs: int32 [B, S], natural order, S whole; so are the others.
             positions_bs: int32 [B, S], position of each token in its document.
             segment_ids_bs: int32 [B, S], see ``SequenceInfo``.
         """
         model = self.model
         frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
-        cos, sin = rope_angles(positions_bs, frequencies)
-        info = SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
+        cos, sin = rope_angles(split_sequence(positions_bs), frequencies)
+        info = SequenceInfo(cos=cos, sin=sin, segment_ids=zigzag(segment_ids_bs))
         graph, weights = nnx.split(self.layers)
 
         def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
@@ -148,7 +154,7 @@ class Decoder(nnx.Module):
         if self.numerics.remat == "full":
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-        x_bsd = embed(self.embedding[...], tokens_bs, self.numerics.compute)
+        x_bsd = embed(self.embedding[...], split_sequence(tokens_bs), self.numerics.compute)
         x_bsd, _ = jax.lax.scan(layer, x_bsd, weights)
         return rms_norm(x_bsd, self.final_norm[...], model.norm_eps)
 
@@ -165,4 +171,4 @@ class Decoder(nnx.Module):
         equation = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
         logits = jnp.einsum(equation, x_bsd, head, preferred_element_type=jnp.float32)
         whole = jax.sharding.reshard(logits, P(batch_entry(current_mesh()), None, None))
-        return whole[..., : self.model.vocab_size]
+        return natural_order(whole)[..., : self.model.vocab_size]
