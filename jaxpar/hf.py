@@ -20,9 +20,10 @@ from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.model.keymap import ParamPath, TensorSource, decoder_ignored, decoder_keymap
+from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.parameters import dim_sizes
 from jaxpar.program import decoder_definition
-from jaxpar.sharding import BATCH_AXES, SEQUENCE_AXIS, batch_entry
+from jaxpar.sharding import BATCH_AXES, CONTEXT_AXIS, SEQUENCE_AXIS, batch_entry
 from jaxpar.state import ModelDefinition
 
 
@@ -120,7 +121,8 @@ class HuggingFaceModel:
             )
         rows, length = tokens.shape
         shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        padding = ((0, -rows % shards), (0, -length % self.mesh.shape[SEQUENCE_AXIS]))
+        parts = sequence_shards(tensor=self.mesh.shape[SEQUENCE_AXIS], context=self.mesh.shape[CONTEXT_AXIS])
+        padding = ((0, -rows % shards), (0, -length % parts))
         padded = np.pad(tokens.astype(np.int32), padding)
         with jax.set_mesh(self.mesh):
             sharded = jax.device_put(padded, NamedSharding(self.mesh, P(batch_entry(self.mesh), None)))

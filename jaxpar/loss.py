@@ -1,6 +1,7 @@
 """Next-token loss: vocab-parallel cross entropy in token chunks, with its gradient computed on the way forward.
 
-Shapes: B batch, S sequence, T tokens of one device (rows x S / context), C tokens of one chunk, D embed, V padded vocabulary.
+Shapes: B batch, S sequence, T tokens of one device (rows x S / context), C tokens of one chunk, D embed, V padded
+vocabulary.
 
 The [T, V] logits of a modern vocabulary are the largest array of a step (2 x 8192 tokens of 128256 ids: 7.8 GiB in
 float32). Only [C, V / tensor] of them exist at a time. The softmax is at hand while a chunk's logits are, so the

@@ -57,9 +57,7 @@ class Program:
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
         """The program of a plan on ``devices`` (default: all)."""
         config = plan.config
-        definition = decoder_definition(
-            config.model, config.precision, config.train.remat, config.mesh.context_mode
-        )
+        definition = decoder_definition(config.model, config.precision, config.train.remat, config.mesh.context_mode)
         return cls(
             plan=plan,
             mesh=make_mesh(plan.mesh, devices),

@@ -61,9 +61,7 @@ def attention(
     members = mesh.shape[CONTEXT_AXIS]
     context_mode = resolved_context_mode(context_mode, q_bshk.shape[1] // members)
     extra_specs = {name: spec_of(value) for name, value in extras.items()}
-    info_specs = SequenceInfo(
-        cos=P(batch, sequence, None), sin=P(batch, sequence, None), segment_ids=P(batch, None)
-    )
+    info_specs = SequenceInfo(cos=P(batch, sequence, None), sin=P(batch, sequence, None), segment_ids=P(batch, None))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, jax.Array], info: SequenceInfo) -> jax.Array:
         extras = {name: varying(value, extra_specs[name].reduced) for name, value in extras.items()}

@@ -135,7 +135,7 @@ class Decoder(nnx.Module):
             self.head = _param(head, "embed", "vocab")
 
     def hidden(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
-        """Final hidden states [B, S, D], normalised, laid out as between blocks (so with a context axis in zig-zag order).
+        """Final hidden states [B, S, D], normalised, laid out as between blocks: with a context axis in zig-zag order.
 
         Args:
             tokens_bs: int32 [B, S], natural order, S whole; so are the others.

@@ -15,8 +15,8 @@ Softmax statistics are merged in float32 (arXiv 2205.14135). The backward pass i
 keys, values, the result and one log-sum per query and head, and forms the scores of a block again from them. Key and
 value gradients travel with their block, in float32, and are home after c - 1 permutes of their own.
 
-Shapes, all local to a device: B batch, S the whole row, s = S / c, n = s / 2 the length of a chunk, H heads, K kv heads,
-h head_dim, G = H / K; a leading 2 is the early and the late chunk of a member, or two pairs that are computed as one.
+Shapes, all local to a device: B batch, S the whole row, s = S / c, n = s / 2 the length of a chunk, H heads, K kv
+heads, h head_dim, G = H / K; a leading 2 is the early and the late chunk of a member, or two pairs that are computed as one.
 """
 
 from __future__ import annotations

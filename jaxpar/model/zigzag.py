@@ -54,7 +54,9 @@ def split_sequence(x: jax.Array) -> jax.Array:
     if num_members == 1:
         return x
     if x.shape[1] % (2 * num_members):
-        raise ValueError(f"a sequence of {x.shape[1]} tokens does not divide into 2 x context = {2 * num_members} chunks")
+        raise ValueError(
+            f"a sequence of {x.shape[1]} tokens does not divide into 2 x context = {2 * num_members} chunks"
+        )
     batch, _, *rest = spec_of(x).partitions
     return reshard(zigzag(x), P(batch, context_entry(mesh), *rest))
 

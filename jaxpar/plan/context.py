@@ -1,6 +1,8 @@
-"""Which way of context parallelism a layout uses."""
+"""How the context axis splits the sequence, and which way of attention it uses."""
 
 from __future__ import annotations
+
+import math
 
 RING_TOKENS = 2048
 """Tokens of a row on one device from which ``auto`` takes the ring.
@@ -17,3 +19,8 @@ def resolved_context_mode(mode: str, tokens_per_device: float) -> str:
     if mode != "auto":
         return mode
     return "ring" if tokens_per_device >= RING_TOKENS else "allgather"
+
+
+def sequence_shards(*, tensor: int, context: int) -> int:
+    """What data.seq_len must divide by: two chunks per context member (zig-zag order), which tensor splits further."""
+    return tensor if context == 1 else context * math.lcm(2, tensor)
