@@ -16,7 +16,8 @@ keys, values, the result and one log-sum per query and head, and forms the score
 value gradients travel with their block, in float32, and are home after c - 1 permutes of their own.
 
 Shapes, all local to a device: B batch, S the whole row, s = S / c, n = s / 2 the length of a chunk, H heads, K kv
-heads, h head_dim, G = H / K; a leading 2 is the early and the late chunk of a member, or two pairs that are computed as one.
+heads, h head_dim, G = H / K; t and u are the lengths of any block of queries and of keys. A leading 2 is the early and
+the late chunk of a member, or two pairs that are computed as one.
 """
 
 from __future__ import annotations
