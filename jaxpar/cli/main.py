@@ -44,6 +44,7 @@ EXIT_CODES = {
     "RunFailed": FAILED,
     "StartError": FAILED,
     "StoreError": FAILED,
+    "CompileFailed": FAILED,
 }
 """Errors whose message is all that a user needs, by name: their modules may need JAX, which is not imported here."""
 
