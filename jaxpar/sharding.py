@@ -35,7 +35,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
-    "norm": (),  # scales of width embed: too small to be worth a gather per block
+    "positions": (),
+    "norm": (),  # vectors of width embed: too small to be worth a gather per block
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxpar.config.dims import dims_problems
 from jaxpar.config.errors import Problem
-from jaxpar.config.families import FAMILIES
+from jaxpar.families import FAMILIES
 from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.facts import EMBED_AXES, Facts
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size, param_kinds

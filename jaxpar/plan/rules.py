@@ -53,7 +53,6 @@ RULES: tuple[Rule, ...] = (
     support_rules.context_combinations,
     support_rules.fsdp_strategy,
     support_rules.optimizer,
-    support_rules.family_trainable,
     support_rules.dense_model,
     model_rules.dims_complete,
     model_rules.kv_heads_divide_heads,
