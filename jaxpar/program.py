@@ -12,11 +12,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxpar.config.errors import ConfigError
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
+from jaxpar.model.remat import KEEP_ALL, Remat
 from jaxpar.optim import make_optimizer
+from jaxpar.plan.remat_rules import offload_objection
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
@@ -33,7 +36,7 @@ BATCH_DTYPES = {
 
 
 def decoder_definition(
-    model: ModelConfig, precision: PrecisionConfig, remat: str = "none", context_mode: str = "auto"
+    model: ModelConfig, precision: PrecisionConfig, remat: Remat = KEEP_ALL, context_mode: str = "auto"
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete."""
 
@@ -55,12 +58,21 @@ class Program:
 
     @classmethod
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
-        """The program of a plan on ``devices`` (default: all)."""
+        """The program of a plan on ``devices`` (default: all).
+
+        Raises:
+            ConfigError: ``train.remat`` is not possible on these devices.
+        """
         config = plan.config
-        definition = decoder_definition(config.model, config.precision, config.train.remat, config.mesh.context_mode)
+        mesh = make_mesh(plan.mesh, devices)
+        if problems := list(offload_objection(config.train.remat, mesh.devices.flat[0].platform)):
+            raise ConfigError(problems)
+        definition = decoder_definition(
+            config.model, config.precision, Remat.of(config.train), config.mesh.context_mode
+        )
         return cls(
             plan=plan,
-            mesh=make_mesh(plan.mesh, devices),
+            mesh=mesh,
             definition=definition,
             optimizer=make_optimizer(
                 config.optim,

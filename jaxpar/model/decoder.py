@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, enter_block, gather_weight, opened, row_parallel
@@ -20,6 +21,7 @@ from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
+from jaxpar.model.remat import Remat
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
@@ -39,13 +41,13 @@ class Numerics:
     """Products, activations and weight gathers."""
     reduce: jnp.dtype
     """Gradient reduce-scatters."""
-    remat: str
-    """``none`` or ``full``, see ``train.remat``."""
+    remat: Remat
+    """What the backward pass of a block computes again."""
     context_mode: str = "auto"
     """See ``mesh.context_mode``."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto") -> Numerics:
+    def of(cls, precision: PrecisionConfig, remat: Remat, context_mode: str = "auto") -> Numerics:
         """Numerics that a config asks for."""
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
         return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode)
@@ -138,12 +140,13 @@ class Block(nnx.Module):
     def _attention(self, y_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
         """What attention adds to the residual stream; in and out laid out as between blocks."""
         y_bsd = enter_block(y_bsd)
-        q_bshk = self._product("bsd,dhk->bshk", y_bsd, self.q)
-        k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
-        v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
+        q_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.q), "query")
+        k_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.k), "key")
+        v_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.v), "value")
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
         mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, self.numerics.context_mode)
-        return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
+        out_bsd = self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
+        return checkpoint_name(out_bsd, "attention_out")
 
     def _mlp(self, y_bsd: jax.Array) -> jax.Array:
         """What the MLP adds to the residual stream; in and out laid out as between blocks."""
@@ -151,8 +154,8 @@ class Block(nnx.Module):
         activate = ACTIVATIONS[family.activation]
         y_bsd = enter_block(y_bsd)
         if family.gated_mlp:
-            gate_bsf = self._product("bsd,df->bsf", y_bsd, self.gate)
-        up_bsf = self._biased("up_bias", self._product("bsd,df->bsf", y_bsd, self.up))
+            gate_bsf = checkpoint_name(self._product("bsd,df->bsf", y_bsd, self.gate), "gate")
+        up_bsf = checkpoint_name(self._biased("up_bias", self._product("bsd,df->bsf", y_bsd, self.up)), "up")
         hidden_bsf = activate(gate_bsf) * up_bsf if family.gated_mlp else activate(up_bsf)
         return self._biased("down_bias", self._product("bsf,fd->bsd", hidden_bsf, self.down, row_parallel))
 
@@ -168,8 +171,8 @@ class Block(nnx.Module):
             return einsum(equation, x, gather_weight(weight, numerics.compute, numerics.reduce))
 
         # Without this, autodiff would keep every gathered weight until the backward pass: the whole model per device.
-        # With remat = full, the block's own checkpoint already forgets them.
-        return (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
+        # With any other remat, the block's own checkpoint already forgets them.
+        return (jax.checkpoint(product) if numerics.remat.mode == "none" else product)(x, param[...])
 
 
 def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Array:
@@ -183,7 +186,7 @@ class Decoder(nnx.Module):
     """Embedding of tokens (and positions), L blocks, final norm and output head (absent when tied)."""
 
     def __init__(
-        self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs, context_mode: str = "auto"
+        self, model: ModelConfig, precision: PrecisionConfig, remat: Remat, rngs: nnx.Rngs, context_mode: str = "auto"
     ):
         self.model = model
         self.numerics = Numerics.of(precision, remat, context_mode)
@@ -219,10 +222,7 @@ class Decoder(nnx.Module):
         def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, weights)(x, info), None
 
-        if self.numerics.remat == "full":
-            # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-        x_bsd, _ = jax.lax.scan(layer, self.embedded(tokens_bs, positions_bs), weights)
+        x_bsd, _ = jax.lax.scan(self.numerics.remat.wrap(layer), self.embedded(tokens_bs, positions_bs), weights)
         return normalised(self, "final_norm", x_bsd)
 
     def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:

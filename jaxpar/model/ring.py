@@ -28,6 +28,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.sharding import CONTEXT_AXIS
 
@@ -151,8 +152,9 @@ def _forward(mode, q, k, v, segment_ids):
 
     walk = {"ring": _ring, "allgather": _gathered}[mode]
     so_far = walk(absorb, so_far, jnp.stack([k, v]))
-    out = _whole(so_far.out).astype(q.dtype)
-    return out, (q, k, v, segment_ids, out, _whole(so_far.log_sum))
+    out = checkpoint_name(_whole(so_far.out).astype(q.dtype), "attention")
+    log_sum = checkpoint_name(_whole(so_far.log_sum), "attention")
+    return out, (q, k, v, segment_ids, out, log_sum)
 
 
 def _ring(absorb, so_far, kv):
