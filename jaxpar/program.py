@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from functools import cached_property, partial
 
@@ -17,6 +18,7 @@ from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
 from jaxpar.optim import make_optimizer
+from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
@@ -32,13 +34,25 @@ BATCH_DTYPES = {
 """Arrays of a batch, each [microbatches, rows, sequence]."""
 
 
-def decoder_definition(model: ModelConfig, precision: PrecisionConfig, remat: str = "none") -> ModelDefinition:
+def decoder_definition(
+    model: ModelConfig, precision: PrecisionConfig, remat: str = "none", attention: str = "xla"
+) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs)
+        return Decoder(model, precision, remat, rngs, attention)
 
     return ModelDefinition(make_decoder)
+
+
+def accelerator_of(device: jax.Device) -> Accelerator:
+    """What the choice of an attention kernel needs to know of a device."""
+    capability = getattr(device, "compute_capability", None)
+    return Accelerator(
+        name=device.device_kind,
+        capability=tuple(int(part) for part in capability.split(".")) if capability else None,
+        has_tokamax=importlib.util.find_spec("tokamax") is not None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +64,23 @@ class Program:
     definition: ModelDefinition
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
+    attention: AttentionChoice
 
     @classmethod
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
-        """The program of a plan on ``devices`` (default: all)."""
+        """The program of a plan on ``devices`` (default: all).
+
+        Raises:
+            ConfigError: the attention kernel that the config asks for cannot do the work on these devices.
+        """
         config = plan.config
-        definition = decoder_definition(config.model, config.precision, config.train.remat)
+        mesh = make_mesh(plan.mesh, devices)
+        chosen = choose_attention(config, plan.mesh["context"], accelerator_of(mesh.devices.flat[0]))
+        definition = decoder_definition(config.model, config.precision, config.train.remat, chosen.kernel)
         return cls(
             plan=plan,
-            mesh=make_mesh(plan.mesh, devices),
+            mesh=mesh,
+            attention=chosen,
             definition=definition,
             optimizer=make_optimizer(config.optim, definition.logical_axes),
             loss_fn=partial(next_token_loss, z_loss=config.train.z_loss, chunk_tokens=config.train.loss_chunk_tokens),

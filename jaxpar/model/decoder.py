@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
+from jaxpar.collectives import current_mesh, enter_block, gather_weight, island, row_parallel
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
+from jaxpar.model.kernels import segment_starts
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
@@ -40,11 +41,14 @@ class Numerics:
     """Gradient reduce-scatters."""
     remat: str
     """``none`` or ``full``, see ``train.remat``."""
+    attention: str = "xla"
+    """Attention kernel, see ``jaxpar.plan.attention``."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str) -> Numerics:
+    def of(cls, precision: PrecisionConfig, remat: str, attention: str = "xla") -> Numerics:
         """Numerics that a config asks for."""
-        return cls(compute=jnp.dtype(precision.compute), reduce=jnp.dtype(precision.reduce), remat=remat)
+        compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
+        return cls(compute=compute, reduce=reduce, remat=remat, attention=attention)
 
 
 def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
@@ -138,7 +142,7 @@ class Block(nnx.Module):
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
-        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps)
+        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, self.numerics.attention)
         return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
 
     def _mlp(self, y_bsd: jax.Array) -> jax.Array:
@@ -178,9 +182,11 @@ def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Arra
 class Decoder(nnx.Module):
     """Embedding of tokens (and positions), L blocks, final norm and output head (absent when tied)."""
 
-    def __init__(self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs):
+    def __init__(
+        self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs, attention: str = "xla"
+    ):
         self.model = model
-        self.numerics = Numerics.of(precision, remat)
+        self.numerics = Numerics.of(precision, remat, attention)
         dtype = jnp.dtype(precision.params)
         V, D = model.vocab_size, model.embed_dim
         padding = padded_vocab_size(model) - V
@@ -231,11 +237,14 @@ class Decoder(nnx.Module):
 
     def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
         """What attention needs to know about the rows."""
-        model = self.model
+        model, starts = self.model, None
+        if self.numerics.attention != "xla":
+            rows = P(batch_entry(current_mesh()), None)
+            starts = island(segment_starts, rows, rows)(segment_ids_bs)
         if FAMILIES[model.family].learned_positions:
-            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids_bs)
+            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids_bs, segment_starts=starts)
         cos, sin = rope_angles(positions_bs, rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
-        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
+        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs, segment_starts=starts)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:
