@@ -35,12 +35,16 @@ BATCH_DTYPES = {
 
 
 def decoder_definition(
-    model: ModelConfig, precision: PrecisionConfig, remat: str = "none", attention: str = "xla"
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    remat: str = "none",
+    context_mode: str = "auto",
+    attention: str = "xla",
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, attention)
+        return Decoder(model, precision, remat, rngs, context_mode, attention)
 
     return ModelDefinition(make_decoder)
 
@@ -76,13 +80,20 @@ class Program:
         config = plan.config
         mesh = make_mesh(plan.mesh, devices)
         chosen = choose_attention(config, plan.mesh["context"], accelerator_of(mesh.devices.flat[0]))
-        definition = decoder_definition(config.model, config.precision, config.train.remat, chosen.kernel)
+        definition = decoder_definition(
+            config.model, config.precision, config.train.remat, config.mesh.context_mode, chosen.kernel
+        )
         return cls(
             plan=plan,
             mesh=mesh,
             attention=chosen,
             definition=definition,
-            optimizer=make_optimizer(config.optim, definition.logical_axes),
+            optimizer=make_optimizer(
+                config.optim,
+                definition.logical_axes,
+                vocab_size=config.model.vocab_size,
+                compute=config.precision.compute,
+            ),
             loss_fn=partial(next_token_loss, z_loss=config.train.z_loss, chunk_tokens=config.train.loss_chunk_tokens),
         )
 

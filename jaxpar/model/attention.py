@@ -1,7 +1,7 @@
 """Causal self-attention of packed documents: the one function through which every kernel is reached.
 
 Shapes: B batch, S sequence, H heads, K kv heads, h head_dim. Heads are sharded over ``tensor``, rows over the batch
-axes; the sequence is whole.
+axes, the sequence over ``context`` in zig-zag order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.collectives import current_mesh, island, spec_of, varying
 from jaxpar.model.kernels import fused_attention
 from jaxpar.model.layers import normalise, rotate
-from jaxpar.sharding import batch_entry
+from jaxpar.model.ring import context_attention
+from jaxpar.plan.context import resolved_context_mode
+from jaxpar.sharding import CONTEXT_AXIS, batch_entry, context_entry
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +31,8 @@ class SequenceInfo:
     sin: jax.Array | None
     """float32 [B, S, h/2]; None: no RoPE."""
     segment_ids: jax.Array
-    """int32 [B, S]: which document of the row a token belongs to; 0 is padding."""
+    """int32 [B, S]: which document of the row a token belongs to; 0 is padding. Whole on every member of a context
+    group, in zig-zag order: queries meet the keys of all members."""
     segment_starts: jax.Array | None = None
     """int32 [B, S]: index of the first token of its document; None: computed by nobody, since the kernel is XLA's."""
 
@@ -41,6 +44,7 @@ def attention(
     extras: Mapping[str, jax.Array],
     info: SequenceInfo,
     norm_eps: float,
+    context_mode: str = "auto",
     kernel: str = "xla",
 ) -> jax.Array:
     """Biases, qk-norm, RoPE and attention, all local to a device's heads and rows.
@@ -52,15 +56,18 @@ def attention(
         extras: of q_bias [H, h], k_bias, v_bias [K, h], q_norm, k_norm [h] those that the family has.
         info: positions and documents; a token attends to earlier tokens of its own document only.
         norm_eps: epsilon of the qk-norm.
+        context_mode: see ``mesh.context_mode``; used when the context axis is above 1.
         kernel: see ``jaxpar.plan.attention``.
 
     Returns:
         [B, S, H, h].
     """
     mesh = current_mesh()
-    batch = batch_entry(mesh)
+    batch, sequence = batch_entry(mesh), context_entry(mesh)
+    members = mesh.shape[CONTEXT_AXIS]
+    context_mode = resolved_context_mode(context_mode, q_bshk.shape[1] // members)
     extra_specs = {name: spec_of(value) for name, value in extras.items()}
-    rope_spec = None if info.cos is None else P(batch, None, None)
+    rope_spec = None if info.cos is None else P(batch, sequence, None)
     starts_spec = None if info.segment_starts is None else P(batch, None)
     info_specs = SequenceInfo(cos=rope_spec, sin=rope_spec, segment_ids=P(batch, None), segment_starts=starts_spec)
 
@@ -77,7 +84,10 @@ def attention(
         return q, k, v
 
     def local(*arguments) -> jax.Array:
-        return attend(*prepare(*arguments), arguments[-1].segment_ids)
+        segment_ids = arguments[-1].segment_ids
+        if members > 1:
+            return context_attention(context_mode, *prepare(*arguments), segment_ids)
+        return attend(*prepare(*arguments), segment_ids)
 
     qkv_specs = (spec_of(q_bshk), spec_of(k_bskk), spec_of(v_bskk))
     arguments = (q_bshk, k_bskk, v_bskk, dict(extras), info)
