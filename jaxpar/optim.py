@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.config.schema import OptimConfig
+from jaxpar.model.moe import BIAS
 from jaxpar.plan.run_rules import wsd_decay_steps
 
 
@@ -41,11 +42,14 @@ def decay_mask(optim: OptimConfig, logical_axes: dict) -> dict:
     """Which parameters weight decay applies to, by role: a nested dict of booleans.
 
     A parameter's role follows from its name and logical axes: norms (name ends in ``norm``), biases (name ends in
-    ``bias``), embeddings (name is ``embedding`` or ``positions``), and weights, which always decay.
+    ``bias``), embeddings (name is ``embedding`` or ``positions``), and weights, which always decay. The balance bias of
+    a router never decays: it is not trained by gradients.
     """
 
     def decays(path: tuple, _axes: tuple[str, ...]) -> bool:
         name = path[-1].key
+        if name == BIAS:
+            return False
         if name.endswith("norm"):
             return optim.decay_norms
         if name.endswith("bias"):

@@ -31,6 +31,9 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "experts": ("expert",),
+    "expert_embed": ("fsdp", "context"),
+    "router": (),  # every device routes its own tokens to all experts
     "norm": (),  # scales of width embed: too small to be worth a gather per block
 }
 

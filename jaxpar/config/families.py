@@ -35,6 +35,8 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
+    "mixtral": Family(),
+    "qwen3_moe": Family(qk_norm=True),
     "gemma": Family(activation="gelu_tanh", trainable=False),
     "gpt2": Family(
         norm="layer",

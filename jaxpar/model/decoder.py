@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
+from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel, spec_of
 from jaxpar.config import FAMILIES
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.model.attention import SequenceInfo, attention
+from jaxpar.model.dispatch import Exchange
 from jaxpar.model.layers import embed, rms_norm, rope_angles, rope_frequencies
+from jaxpar.model.moe import MixtureOfExperts, Routing
 from jaxpar.plan.parameters import padded_vocab_size
 from jaxpar.sharding import batch_entry
 
@@ -49,17 +51,34 @@ def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
 
 
 class Block(nnx.Module):
-    """All L blocks: attention and gated MLP, each behind an RMSNorm, added to the residual stream."""
+    """A stack of L blocks: attention and a gated MLP or experts, each behind an RMSNorm, added to the residual stream.
 
-    def __init__(self, model: ModelConfig, numerics: Numerics, dtype: jnp.dtype, rngs: nnx.Rngs):
-        L, D, F = model.num_layers, model.embed_dim, model.mlp_dim
+    Args:
+        model: the whole model.
+        numerics: number formats.
+        dtype: of the parameters.
+        rngs: of the initial values.
+        num_layers: L of this stack.
+        exchange: how tokens reach their experts; None: dense blocks.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        numerics: Numerics,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        num_layers: int,
+        exchange: Exchange | None,
+    ):
+        L, D, F = num_layers, model.embed_dim, model.mlp_dim
         H, K, h = model.num_heads, model.num_kv_heads, model.head_dim
         family = FAMILIES[model.family]
         self.norm_eps = model.norm_eps
         self.numerics = numerics
         into = nnx.initializers.normal(model.init_std)
         # Two products per block add into the residual stream; this keeps its variance independent of depth (GPT-2).
-        back = nnx.initializers.normal(model.init_std / math.sqrt(2 * L))
+        back = nnx.initializers.normal(model.init_std / math.sqrt(2 * model.num_layers))
 
         def weight(init: nnx.Initializer, shape: tuple[int, ...], *logical_axes: str) -> nnx.Param:
             return _param(init(rngs.params(), (L, *shape), dtype), "layers", *logical_axes)
@@ -78,12 +97,17 @@ class Block(nnx.Module):
             self.q_norm = weight(ones, (h,), "head_dim")
             self.k_norm = weight(ones, (h,), "head_dim")
         self.mlp_norm = weight(ones, (D,), "norm")
+        if exchange is not None:
+            self.moe = MixtureOfExperts(model, exchange, weight, into, back)
+            F = model.num_shared_experts * model.expert_mlp_dim
+        if not F:
+            return
         self.gate = weight(into, (D, F), "embed", "mlp")
         self.up = weight(into, (D, F), "embed", "mlp")
         self.down = weight(back, (F, D), "mlp", "embed")
 
-    def __call__(self, x_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
-        """One block: [B, S, D] -> [B, S, D]. The parameters have lost their L dim."""
+    def __call__(self, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
+        """One block: [B, S, D] -> [B, S, D], and what its router says. The parameters have lost their L dim."""
         y_bsd = enter_block(rms_norm(x_bsd, self.attention_norm[...], self.norm_eps))
         q_bshk = self._product("bsd,dhk->bshk", y_bsd, self.q)
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
@@ -93,9 +117,17 @@ class Block(nnx.Module):
         x_bsd = x_bsd + self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel)
 
         y_bsd = enter_block(rms_norm(x_bsd, self.mlp_norm[...], self.norm_eps))
-        gate_bsf = self._product("bsd,df->bsf", y_bsd, self.gate)
-        up_bsf = self._product("bsd,df->bsf", y_bsd, self.up)
-        return x_bsd + self._product("bsf,fd->bsd", jax.nn.silu(gate_bsf) * up_bsf, self.down, row_parallel)
+        routing: Routing = {}
+        if hasattr(self, "moe"):
+            numerics = self.numerics
+            formats = (numerics.compute, numerics.reduce, numerics.remat)
+            routed_bsd, routing = self.moe(y_bsd, spec_of(x_bsd), info.segment_ids, *formats)
+            x_bsd = x_bsd + routed_bsd
+        if hasattr(self, "gate"):  # the MLP of a dense block, or the shared experts
+            gate_bsf = self._product("bsd,df->bsf", y_bsd, self.gate)
+            up_bsf = self._product("bsd,df->bsf", y_bsd, self.up)
+            x_bsd = x_bsd + self._product("bsf,fd->bsd", jax.nn.silu(gate_bsf) * up_bsf, self.down, row_parallel)
+        return x_bsd, routing
 
     def _product(self, equation: str, x: jax.Array, param: nnx.Param, einsum=jnp.einsum) -> jax.Array:
         """Gather a weight and multiply by it."""
@@ -112,7 +144,14 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Token embedding, L blocks, final norm and output head (absent when tied)."""
 
-    def __init__(self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: PrecisionConfig,
+        remat: str,
+        rngs: nnx.Rngs,
+        exchange: Exchange | None = None,
+    ):
         self.model = model
         self.numerics = Numerics.of(precision, remat)
         dtype = jnp.dtype(precision.params)
@@ -122,35 +161,54 @@ class Decoder(nnx.Module):
         # Random values for the true vocabulary only: they do not depend on the padding.
         table = jnp.pad(init(rngs.params(), (V, D), dtype), ((0, padding), (0, 0)))
         self.embedding = _param(table, "vocab", "embed")
-        self.layers = Block(model, self.numerics, dtype, rngs)
+        num_dense = model.first_dense_layers if model.num_experts else 0
+        if num_dense:
+            self.dense_layers = Block(model, self.numerics, dtype, rngs, num_dense, None)
+        exchange = (exchange or Exchange()) if model.num_experts else None
+        self.layers = Block(model, self.numerics, dtype, rngs, model.num_layers - num_dense, exchange)
         self.final_norm = _param(jnp.ones((D,), dtype), "norm")
         if not model.tie_embeddings:
             head = jnp.pad(init(rngs.params(), (D, V), dtype), ((0, 0), (0, padding)))
             self.head = _param(head, "embed", "vocab")
 
     def hidden(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
-        """Final hidden states [B, S, D], normalised, laid out as between blocks.
+        """``hidden_and_routing`` without the routing."""
+        return self.hidden_and_routing(tokens_bs, positions_bs, segment_ids_bs)[0]
+
+    def hidden_and_routing(
+        self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array
+    ) -> tuple[jax.Array, Routing]:
+        """Final hidden states [B, S, D], normalised, laid out as between blocks, and the routing of all blocks.
 
         Args:
             tokens_bs: int32 [B, S].
             positions_bs: int32 [B, S], position of each token in its document.
             segment_ids_bs: int32 [B, S], see ``SequenceInfo``.
+
+        Returns:
+            The states, and ``Routing`` with a leading L (blocks with experts); empty for a dense model.
         """
         model = self.model
         frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
         cos, sin = rope_angles(positions_bs, frequencies)
         info = SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
-        graph, weights = nnx.split(self.layers)
+        x_bsd = embed(self.embedding[...], tokens_bs, self.numerics.compute)
+        if hasattr(self, "dense_layers"):
+            x_bsd, _ = self._run(self.dense_layers, x_bsd, info)
+        x_bsd, routing = self._run(self.layers, x_bsd, info)
+        return rms_norm(x_bsd, self.final_norm[...], model.norm_eps), routing
 
-        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, weights)(x, info), None
+    def _run(self, blocks: Block, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
+        """All blocks of a stack in turn."""
+        graph, weights = nnx.split(blocks)
+
+        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, Routing]:
+            return nnx.merge(graph, weights)(x, info)
 
         if self.numerics.remat == "full":
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-        x_bsd = embed(self.embedding[...], tokens_bs, self.numerics.compute)
-        x_bsd, _ = jax.lax.scan(layer, x_bsd, weights)
-        return rms_norm(x_bsd, self.final_norm[...], model.norm_eps)
+        return jax.lax.scan(layer, x_bsd, weights)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:

@@ -55,14 +55,25 @@ def family_trainable(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def dense_model(facts: Facts) -> Iterator[Problem]:
-    """Mixtures of experts are planned, not trained."""
-    if facts.model.num_experts:
+def experts_in_pipeline(facts: Facts) -> Iterator[Problem]:
+    """Pipelines of blocks with experts."""
+    if facts.model.num_experts and facts.mesh.get("pipeline", 1) > 1:
         yield Problem(
             key="model.num_experts",
             value=facts.model.num_experts,
-            message="training mixture-of-experts models: not yet (`jaxpar plan` plans them)",
-            remedy="dense presets work; `jaxpar config --presets` says which models train",
+            message=f"experts in a pipeline (mesh.pipeline is {facts.mesh['pipeline']}): not yet",
+            remedy="mesh.pipeline=1; data, fsdp, expert and tensor axes work",
+        )
+
+
+def capacity_over_context(facts: Facts) -> Iterator[Problem]:
+    """A capacity per row, where a row lies on several devices."""
+    if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:
+        yield Problem(
+            key="model.capacity_factor",
+            value=facts.model.capacity_factor,
+            message="counts the tokens of a row, which the context axis splits: not yet",
+            remedy="model.capacity_factor=0 (nothing is dropped), or mesh.context=1",
         )
 
 
