@@ -115,9 +115,9 @@ def keep_first(experts_tk: jax.Array, kept_e: jax.Array, num_experts: int) -> ja
     flat = experts_tk.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     ranked = flat[order]
-    rank = jnp.arange(len(flat)) - jnp.searchsorted(ranked, ranked, side="left")
+    place_in_expert = jnp.arange(len(flat)) - jnp.searchsorted(ranked, ranked, side="left")
     limit = jnp.append(kept_e, 0)[ranked]
-    return jnp.zeros_like(flat).at[order].set(jnp.where(rank < limit, ranked, num_experts)).reshape(experts_tk.shape)
+    return jnp.zeros_like(flat).at[order].set(jnp.where(place_in_expert < limit, ranked, num_experts)).reshape(experts_tk.shape)
 
 
 def regrouped(received_se: jax.Array, room: int, starts_s: jax.Array) -> tuple[jax.Array, jax.Array]:
