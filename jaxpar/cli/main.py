@@ -14,6 +14,8 @@ from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
 from jaxpar.cli.plan import plan
 from jaxpar.cli.schedule import schedule
 from jaxpar.cli.train import EPILOG, train
+from jaxpar.cli.verify import EPILOG as VERIFY_EPILOG
+from jaxpar.cli.verify import verify
 
 app = typer.Typer(
     name="jaxpar",
@@ -28,6 +30,7 @@ app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
+app.command("verify", epilog=VERIFY_EPILOG)(verify)
 app.add_typer(data, name="data")
 app.command("inspect")(inspect)
 app.command("verify-checkpoint")(verify_checkpoint)
@@ -41,6 +44,7 @@ EXIT_CODES = {
     "RunFailed": FAILED,
     "StartError": FAILED,
     "StoreError": FAILED,
+    "CompileFailed": FAILED,
 }
 """Errors whose message is all that a user needs, by name: their modules may need JAX, which is not imported here."""
 
