@@ -33,8 +33,11 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),
     "expert_embed": ("fsdp", "context"),
+    "expert_mlp": ("tensor",),
+    "shared_mlp": ("tensor",),
     "router": (),  # every device routes its own tokens to all experts
-    "norm": (),  # scales of width embed: too small to be worth a gather per block
+    "positions": (),
+    "norm": (),  # vectors of width embed: too small to be worth a gather per block
 }
 
 

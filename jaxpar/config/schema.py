@@ -61,8 +61,9 @@ class ModelConfig:
     preset: str | None = None
     """Public model name whose dimensions are used, e.g. "llama-3.1-8b"; ``jaxpar config --presets`` lists them."""
     family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2", "mixtral", "qwen3_moe"] = "llama"
-    """Architecture: llama (2, 3, 3.1), qwen2 (qkv biases), qwen3 (qk-norm). gemma and gpt2: parameter counts only, not
-    trainable yet."""
+    """Architecture: llama (2, 3, 3.1), qwen2 (qkv biases), qwen3 (qk-norm), gemma (GeGLU, 1 + w norms, scaled
+    embedding), gpt2 (learned positions, LayerNorm, biases, GELU),
+    mixtral (llama with experts), qwen3_moe (qwen3 with experts)."""
     vocab_size: NonNegative = 0
     """Number of token ids; 0 takes the tokenizer's."""
     vocab_multiple: Positive = 128
@@ -288,11 +289,11 @@ class OptimConfig:
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     decay_norms: Bool = False
-    """Whether weight decay applies to normalisation scales."""
+    """Whether weight decay applies to normalisation scales (gemma multiplies by 1 + scale: its norms decay to 1)."""
     decay_biases: Bool = False
     """Whether weight decay applies to biases."""
     decay_embeddings: Bool = True
-    """Whether weight decay applies to the token embedding (and a tied head)."""
+    """Whether weight decay applies to the token embedding (and a tied head) and to learned positions."""
     clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
 

@@ -22,10 +22,10 @@ from jaxpar.sharding import batch_entry
 class SequenceInfo:
     """What attention needs to know about the rows, computed once per microbatch."""
 
-    cos: jax.Array
-    """float32 [B, S, h/2]: cosine of every position's rotation."""
-    sin: jax.Array
-    """float32 [B, S, h/2]."""
+    cos: jax.Array | None
+    """float32 [B, S, h/2]: cosine of every position's rotation; None: no RoPE."""
+    sin: jax.Array | None
+    """float32 [B, S, h/2]; None: no RoPE."""
     segment_ids: jax.Array
     """int32 [B, S]: which document of the row a token belongs to; 0 is padding."""
 
@@ -54,7 +54,8 @@ def attention(
     mesh = current_mesh()
     batch = batch_entry(mesh)
     extra_specs = {name: spec_of(value) for name, value in extras.items()}
-    info_specs = SequenceInfo(cos=P(batch, None, None), sin=P(batch, None, None), segment_ids=P(batch, None))
+    rope_spec = None if info.cos is None else P(batch, None, None)
+    info_specs = SequenceInfo(cos=rope_spec, sin=rope_spec, segment_ids=P(batch, None))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, jax.Array], info: SequenceInfo) -> jax.Array:
         extras = {name: varying(value, extra_specs[name].reduced) for name, value in extras.items()}
@@ -64,7 +65,8 @@ def attention(
         )
         if "q_norm" in extras:
             q, k = normalise(q, extras["q_norm"], norm_eps), normalise(k, extras["k_norm"], norm_eps)
-        q, k = rotate(q, info.cos, info.sin), rotate(k, info.cos, info.sin)
+        if info.cos is not None:
+            q, k = rotate(q, info.cos, info.sin), rotate(k, info.cos, info.sin)
         return attend(q, k, v, info.segment_ids)
 
     specs = (spec_of(q_bshk), spec_of(k_bskk), spec_of(v_bskk), extra_specs, info_specs)

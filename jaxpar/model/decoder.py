@@ -16,14 +16,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel, spec_of
-from jaxpar.config import FAMILIES
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
+from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
 from jaxpar.model.dispatch import Exchange
-from jaxpar.model.layers import embed, rms_norm, rope_angles, rope_frequencies
+from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
 from jaxpar.model.moe import MixtureOfExperts, Routing
-from jaxpar.plan.parameters import padded_vocab_size
+from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
+
+NORM_START = {"rms": 1, "rms_plus_one": 0, "layer": 1}
+"""Initial norm scales, by ``Family.norm``."""
 
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 """Parameters of a block that only some families have; attention takes them by name."""
@@ -50,84 +53,130 @@ def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
     return nnx.Param(value, logical_axes=logical_axes)
 
 
+class Stacked:
+    """Makes the parameters of a stack of blocks on a leading dim; shapes follow from their logical axes."""
+
+    def __init__(self, model: ModelConfig, num_layers: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        others = {"norm": model.embed_dim, "expert_embed": model.embed_dim, "router": model.num_experts}
+        self._sizes = {**dim_sizes(model), **others}
+        self._num_layers = num_layers
+        self._std, self._back_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
+        self._dtype, self._rngs = dtype, rngs
+
+    def into(self, *logical_axes: str) -> nnx.Param:
+        """A projection out of the residual stream."""
+        return self._make(nnx.initializers.normal(self._std), logical_axes)
+
+    def back(self, *logical_axes: str) -> nnx.Param:
+        """A projection into the residual stream.
+
+        Two products per block add into it; this keeps its variance independent of depth (GPT-2, section 2.3).
+        """
+        return self._make(nnx.initializers.normal(self._back_std), logical_axes)
+
+    def full(self, value: float, *logical_axes: str) -> nnx.Param:
+        """Norm scales and biases."""
+        return self._make(nnx.initializers.constant(value), logical_axes)
+
+    def _make(self, init: nnx.Initializer, logical_axes: tuple[str, ...]) -> nnx.Param:
+        shape = (self._num_layers, *(self._sizes[axis] for axis in logical_axes))
+        return _param(init(self._rngs.params(), shape, self._dtype), "layers", *logical_axes)
+
+
 class Block(nnx.Module):
-    """A stack of L blocks: attention and a gated MLP or experts, each behind an RMSNorm, added to the residual stream.
+    """A stack of L blocks: attention and MLP or experts, each behind a norm, added to the residual stream.
+
+    The family's options (``jaxpar.families``) choose the parameters and the functions.
 
     Args:
         model: the whole model.
         numerics: number formats.
-        dtype: of the parameters.
-        rngs: of the initial values.
-        num_layers: L of this stack.
-        exchange: how tokens reach their experts; None: dense blocks.
+        new: makes the parameters of this stack.
+        exchange: how tokens reach their experts; None: a stack of dense blocks.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        numerics: Numerics,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        num_layers: int,
-        exchange: Exchange | None,
-    ):
-        L, D, F = num_layers, model.embed_dim, model.mlp_dim
-        H, K, h = model.num_heads, model.num_kv_heads, model.head_dim
-        family = FAMILIES[model.family]
-        self.norm_eps = model.norm_eps
+    def __init__(self, model: ModelConfig, numerics: Numerics, new: Stacked, exchange: Exchange | None):
+        self.model = model
         self.numerics = numerics
-        into = nnx.initializers.normal(model.init_std)
-        # Two products per block add into the residual stream; this keeps its variance independent of depth (GPT-2).
-        back = nnx.initializers.normal(model.init_std / math.sqrt(2 * model.num_layers))
-
-        def weight(init: nnx.Initializer, shape: tuple[int, ...], *logical_axes: str) -> nnx.Param:
-            return _param(init(rngs.params(), (L, *shape), dtype), "layers", *logical_axes)
-
-        ones, zeros = nnx.initializers.ones, nnx.initializers.zeros
-        self.attention_norm = weight(ones, (D,), "norm")
-        self.q = weight(into, (D, H, h), "embed", "heads", "head_dim")
-        self.k = weight(into, (D, K, h), "embed", "kv_heads", "head_dim")
-        self.v = weight(into, (D, K, h), "embed", "kv_heads", "head_dim")
-        self.o = weight(back, (H, h, D), "heads", "head_dim", "embed")
-        if family.qkv_bias:
-            self.q_bias = weight(zeros, (H, h), "heads", "head_dim")
-            self.k_bias = weight(zeros, (K, h), "kv_heads", "head_dim")
-            self.v_bias = weight(zeros, (K, h), "kv_heads", "head_dim")
-        if family.qk_norm:
-            self.q_norm = weight(ones, (h,), "head_dim")
-            self.k_norm = weight(ones, (h,), "head_dim")
-        self.mlp_norm = weight(ones, (D,), "norm")
-        if exchange is not None:
-            self.moe = MixtureOfExperts(model, exchange, weight, into, back)
-            F = model.num_shared_experts * model.expert_mlp_dim
-        if not F:
+        self._new_norm("attention_norm", new)
+        self._new_attention(new)
+        self._new_norm("mlp_norm", new)
+        if exchange is None:
+            self._new_mlp(new, "mlp")
             return
-        self.gate = weight(into, (D, F), "embed", "mlp")
-        self.up = weight(into, (D, F), "embed", "mlp")
-        self.down = weight(back, (F, D), "mlp", "embed")
+        self.moe = MixtureOfExperts(model, exchange, new.into, new.back, new.full)
+        if model.num_shared_experts:  # together they are a dense MLP
+            self._new_mlp(new, "shared_mlp")
+
+    def _new_norm(self, name: str, new: Stacked) -> None:
+        kind = FAMILIES[self.model.family].norm
+        setattr(self, name, new.full(NORM_START[kind], "norm"))
+        if kind == "layer":
+            setattr(self, f"{name}_bias", new.full(0, "norm"))
+
+    def _new_attention(self, new: Stacked) -> None:
+        family = FAMILIES[self.model.family]
+        self.q = new.into("embed", "heads", "head_dim")
+        self.k = new.into("embed", "kv_heads", "head_dim")
+        self.v = new.into("embed", "kv_heads", "head_dim")
+        self.o = new.back("heads", "head_dim", "embed")
+        if family.qkv_bias:
+            self.q_bias = new.full(0, "heads", "head_dim")
+            self.k_bias = new.full(0, "kv_heads", "head_dim")
+            self.v_bias = new.full(0, "kv_heads", "head_dim")
+        if family.qk_norm:
+            self.q_norm = new.full(1, "head_dim")
+            self.k_norm = new.full(1, "head_dim")
+        if family.linear_bias:
+            self.o_bias = new.full(0, "norm")
+
+    def _new_mlp(self, new: Stacked, width: str) -> None:
+        family = FAMILIES[self.model.family]
+        if family.gated_mlp:
+            self.gate = new.into("embed", width)
+        self.up = new.into("embed", width)
+        self.down = new.back(width, "embed")
+        if family.linear_bias:
+            self.up_bias = new.full(0, width)
+            self.down_bias = new.full(0, "norm")
 
     def __call__(self, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
         """One block: [B, S, D] -> [B, S, D], and what its router says. The parameters have lost their L dim."""
-        y_bsd = enter_block(rms_norm(x_bsd, self.attention_norm[...], self.norm_eps))
+        x_bsd = x_bsd + self._attention(normalised(self, "attention_norm", x_bsd), info)
+        y_bsd = normalised(self, "mlp_norm", x_bsd)
+        if not hasattr(self, "moe"):
+            return x_bsd + self._mlp(y_bsd), {}
+        numerics = self.numerics
+        formats = (numerics.compute, numerics.reduce, numerics.remat)
+        routed_bsd, routing = self.moe(enter_block(y_bsd), spec_of(x_bsd), info.segment_ids, *formats)
+        if self.model.num_shared_experts:
+            routed_bsd = routed_bsd + self._mlp(y_bsd)
+        return x_bsd + routed_bsd, routing
+
+    def _attention(self, y_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
+        """What attention adds to the residual stream; in and out laid out as between blocks."""
+        y_bsd = enter_block(y_bsd)
         q_bshk = self._product("bsd,dhk->bshk", y_bsd, self.q)
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
-        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.norm_eps)
-        x_bsd = x_bsd + self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel)
+        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps)
+        return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
 
-        y_bsd = enter_block(rms_norm(x_bsd, self.mlp_norm[...], self.norm_eps))
-        routing: Routing = {}
-        if hasattr(self, "moe"):
-            numerics = self.numerics
-            formats = (numerics.compute, numerics.reduce, numerics.remat)
-            routed_bsd, routing = self.moe(y_bsd, spec_of(x_bsd), info.segment_ids, *formats)
-            x_bsd = x_bsd + routed_bsd
-        if hasattr(self, "gate"):  # the MLP of a dense block, or the shared experts
+    def _mlp(self, y_bsd: jax.Array) -> jax.Array:
+        """What the MLP adds to the residual stream; in and out laid out as between blocks."""
+        family = FAMILIES[self.model.family]
+        activate = ACTIVATIONS[family.activation]
+        y_bsd = enter_block(y_bsd)
+        if family.gated_mlp:
             gate_bsf = self._product("bsd,df->bsf", y_bsd, self.gate)
-            up_bsf = self._product("bsd,df->bsf", y_bsd, self.up)
-            x_bsd = x_bsd + self._product("bsf,fd->bsd", jax.nn.silu(gate_bsf) * up_bsf, self.down, row_parallel)
-        return x_bsd, routing
+        up_bsf = self._biased("up_bias", self._product("bsd,df->bsf", y_bsd, self.up))
+        hidden_bsf = activate(gate_bsf) * up_bsf if family.gated_mlp else activate(up_bsf)
+        return self._biased("down_bias", self._product("bsf,fd->bsd", hidden_bsf, self.down, row_parallel))
+
+    def _biased(self, name: str, x: jax.Array) -> jax.Array:
+        """``x`` plus a bias, where the family has it."""
+        return add_bias(x, getattr(self, name)[...]) if hasattr(self, name) else x
 
     def _product(self, equation: str, x: jax.Array, param: nnx.Param, einsum=jnp.einsum) -> jax.Array:
         """Gather a weight and multiply by it."""
@@ -141,8 +190,15 @@ class Block(nnx.Module):
         return (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
 
 
+def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Array:
+    """Activations through a norm of the family, of which ``module`` has the vectors."""
+    names = [name for name in (name, f"{name}_bias") if hasattr(module, name)]
+    vectors = [getattr(module, name)[...] for name in names]
+    return norm(FAMILIES[module.model.family].norm, x_bsd, vectors, module.model.norm_eps)
+
+
 class Decoder(nnx.Module):
-    """Token embedding, L blocks, final norm and output head (absent when tied)."""
+    """Embedding of tokens (and positions), L blocks, final norm and output head (absent when tied)."""
 
     def __init__(
         self,
@@ -161,12 +217,17 @@ class Decoder(nnx.Module):
         # Random values for the true vocabulary only: they do not depend on the padding.
         table = jnp.pad(init(rngs.params(), (V, D), dtype), ((0, padding), (0, 0)))
         self.embedding = _param(table, "vocab", "embed")
+        family = FAMILIES[model.family]
+        if family.learned_positions:
+            self.positions = _param(init(rngs.params(), (model.max_positions, D), dtype), "positions", "embed")
         num_dense = model.first_dense_layers if model.num_experts else 0
         if num_dense:
-            self.dense_layers = Block(model, self.numerics, dtype, rngs, num_dense, None)
-        exchange = (exchange or Exchange()) if model.num_experts else None
-        self.layers = Block(model, self.numerics, dtype, rngs, model.num_layers - num_dense, exchange)
-        self.final_norm = _param(jnp.ones((D,), dtype), "norm")
+            self.dense_layers = Block(model, self.numerics, Stacked(model, num_dense, dtype, rngs), None)
+        new = Stacked(model, model.num_layers - num_dense, dtype, rngs)
+        self.layers = Block(model, self.numerics, new, (exchange or Exchange()) if model.num_experts else None)
+        self.final_norm = _param(jnp.full((D,), NORM_START[family.norm], dtype), "norm")
+        if family.norm == "layer":
+            self.final_norm_bias = _param(jnp.zeros((D,), dtype), "norm")
         if not model.tie_embeddings:
             head = jnp.pad(init(rngs.params(), (D, V), dtype), ((0, 0), (0, padding)))
             self.head = _param(head, "embed", "vocab")
@@ -182,21 +243,18 @@ class Decoder(nnx.Module):
 
         Args:
             tokens_bs: int32 [B, S].
-            positions_bs: int32 [B, S], position of each token in its document.
+            positions_bs: int32 [B, S], position of each token in its document; below ``max_positions`` if learned.
             segment_ids_bs: int32 [B, S], see ``SequenceInfo``.
 
         Returns:
             The states, and ``Routing`` with a leading L (blocks with experts); empty for a dense model.
         """
-        model = self.model
-        frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
-        cos, sin = rope_angles(positions_bs, frequencies)
-        info = SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
-        x_bsd = embed(self.embedding[...], tokens_bs, self.numerics.compute)
+        info = self.sequence_info(positions_bs, segment_ids_bs)
+        x_bsd = self.embedded(tokens_bs, positions_bs)
         if hasattr(self, "dense_layers"):
             x_bsd, _ = self._run(self.dense_layers, x_bsd, info)
         x_bsd, routing = self._run(self.layers, x_bsd, info)
-        return rms_norm(x_bsd, self.final_norm[...], model.norm_eps), routing
+        return normalised(self, "final_norm", x_bsd), routing
 
     def _run(self, blocks: Block, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
         """All blocks of a stack in turn."""
@@ -209,6 +267,24 @@ class Decoder(nnx.Module):
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
         return jax.lax.scan(layer, x_bsd, weights)
+
+    def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:
+        """What enters the first block: [B, S, D]."""
+        family, compute = FAMILIES[self.model.family], self.numerics.compute
+        x_bsd = embed(self.embedding[...], tokens_bs, compute)
+        if family.scaled_embedding:
+            x_bsd = x_bsd * jnp.asarray(math.sqrt(self.model.embed_dim), compute)
+        if family.learned_positions:
+            x_bsd = x_bsd + embed(self.positions[...], positions_bs, compute)
+        return x_bsd
+
+    def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
+        """What attention needs to know about the rows."""
+        model = self.model
+        if FAMILIES[model.family].learned_positions:
+            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids_bs)
+        cos, sin = rope_angles(positions_bs, rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
+        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:

@@ -5,9 +5,9 @@ embed, E experts, n devices on the expert axis, e = E / n experts of one device,
 
 Rows are sent sorted by expert. All devices first tell each other how many rows they have for each expert, so both ends
 know where every row lies, and nothing but the rows travels. ``all_to_all`` sends each row to the one device that needs
-it: on GPUs with ``ragged_all_to_all``; elsewhere, where XLA has none (CPU, JAX 0.12), with an ``all_to_all`` of
-buffers that hold the worst case. ``gather`` shows every device of the axis all tokens, and adds up what comes back: less
-to move when the axis is shorter than k.
+it: on GPUs with ``ragged_all_to_all``; on CPUs, for which XLA has none (JAX 0.12), with an ``all_to_all`` of buffers
+that hold the worst case. ``gather`` shows every device of the axis all tokens, and adds up what comes back: less to
+move when the axis is shorter than k.
 """
 
 from __future__ import annotations
@@ -117,7 +117,12 @@ def keep_first(experts_tk: jax.Array, kept_e: jax.Array, num_experts: int) -> ja
     ranked = flat[order]
     place_in_expert = jnp.arange(len(flat)) - jnp.searchsorted(ranked, ranked, side="left")
     limit = jnp.append(kept_e, 0)[ranked]
-    return jnp.zeros_like(flat).at[order].set(jnp.where(place_in_expert < limit, ranked, num_experts)).reshape(experts_tk.shape)
+    return (
+        jnp.zeros_like(flat)
+        .at[order]
+        .set(jnp.where(place_in_expert < limit, ranked, num_experts))
+        .reshape(experts_tk.shape)
+    )
 
 
 def regrouped(received_se: jax.Array, room: int, starts_s: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -207,9 +212,7 @@ def _gathered(
 ) -> jax.Array:
     """Every device sees the tokens of all, computes what its experts are wanted for, and the sums are scattered."""
     local_experts, top_k = counts.shape[2], experts_tk.shape[1]
-    tokens, experts, weights = (
-        lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_td, experts_tk, weights_tk)
-    )
+    tokens, experts, weights = (lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_td, experts_tk, weights_tk))
     expert = experts.reshape(-1) - lax.axis_index(AXIS) * local_experts
     expert = jnp.where((expert >= 0) & (expert < local_experts), expert, local_experts)
     order = jnp.argsort(expert, stable=True)[:room]

@@ -7,6 +7,8 @@ Activations between blocks are [B, S, D] with B over the batch axes and S over `
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +26,53 @@ def normalise(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (x_f32 * lax.rsqrt(jnp.mean(x_f32 * x_f32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
-def rms_norm(x: jax.Array, scale_d: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of [B, S, D] activations; the scale's gradient stays a partial sum (see ``collectives``)."""
-    spec, scale_spec = spec_of(x), spec_of(scale_d)
-    body = lambda x, scale: normalise(x, varying(scale, scale_spec.reduced), eps)  # noqa: E731
-    return island(body, (spec, scale_spec), spec)(x, scale_d)
+def normalise_plus_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm that multiplies by 1 + scale (Gemma), in float32, result in the dtype of ``x``."""
+    return normalise(x, 1 + scale.astype(jnp.float32), eps)
+
+
+def layer_normalise(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """LayerNorm over the last dim (arXiv 1607.06450), in float32, result in the dtype of ``x``."""
+    x_f32 = x.astype(jnp.float32)
+    x_f32 = x_f32 - jnp.mean(x_f32, -1, keepdims=True)
+    return (x_f32 * lax.rsqrt(jnp.mean(x_f32 * x_f32, -1, keepdims=True) + eps) * scale + bias).astype(x.dtype)
+
+
+NORMS: Mapping[str, Callable[..., jax.Array]] = {
+    "rms": normalise,
+    "rms_plus_one": normalise_plus_one,
+    "layer": layer_normalise,
+}
+"""(x, scale, and bias of a LayerNorm, epsilon) -> x normalised, by ``Family.norm``."""
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+"""By ``Family.activation``."""
+
+
+def norm(kind: str, x: jax.Array, vectors: Sequence[jax.Array], eps: float) -> jax.Array:
+    """One of ``NORMS`` on [B, S, D] activations; gradients of the vectors stay partial sums (see ``collectives``)."""
+    spec, vector_specs = spec_of(x), [spec_of(vector) for vector in vectors]
+
+    def local(x: jax.Array, *vectors: jax.Array) -> jax.Array:
+        return NORMS[kind](x, *(varying(v, s.reduced) for v, s in zip(vectors, vector_specs, strict=True)), eps)
+
+    return island(local, (spec, *vector_specs), spec)(x, *vectors)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Add a vector over the last dim, sharded like it, in float32; the result has the dtype of ``x``.
+
+    The gradient of the bias is then a float32 sum over tokens.
+    """
+    spec, bias_spec = spec_of(x), spec_of(bias)
+
+    def local(x: jax.Array, bias: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) + varying(bias, bias_spec.reduced)).astype(x.dtype)
+
+    return island(local, (spec, bias_spec), spec)(x, bias)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> list[float]:
@@ -71,8 +115,8 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     the table is never gathered and its gradient needs no reduction over the gather axes.
 
     Args:
-        table_vd: [V, D], V over ``tensor``, D over the gather axes.
-        tokens_bs: int32 [B, S], B over the batch axes.
+        table_vd: [V, D], V over ``tensor`` or whole (a table of positions), D over the gather axes.
+        tokens_bs: int32 [B, S], B over the batch axes; rows of the table.
         compute: dtype of the result.
 
     Returns:
@@ -82,6 +126,7 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     table_spec = spec_of(table_vd)
     vocab_axes, embed_axes = (axes_of(entry) for entry in table_spec.partitions)
     exchange_axes = tuple(axis for axis in embed_axes if axis in BATCH_AXES)
+    sequence = sequence_entry(mesh)
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         table = varying(table, table_spec.reduced)
@@ -93,10 +138,13 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
             rows = jnp.where(mine[..., None], table[jnp.where(mine, tokens, 0)], 0)
             rows = lax.psum_scatter(rows.astype(compute), SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
         else:
+            if sequence is not None:
+                length = tokens.shape[1] // mesh.shape[sequence]
+                tokens = lax.dynamic_slice_in_dim(tokens, lax.axis_index(sequence) * length, length, axis=1)
             rows = table[tokens].astype(compute)
         if exchange_axes:
             rows = lax.all_to_all(rows, exchange_axes, split_axis=0, concat_axis=2, tiled=True)
         return rows
 
-    out_spec = P(batch_entry(mesh), sequence_entry(mesh), None)
+    out_spec = P(batch_entry(mesh), sequence, None)
     return island(local, (table_spec, P(batch_entry(mesh), None)), out_spec)(table_vd, tokens_bs)

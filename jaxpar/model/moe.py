@@ -27,9 +27,6 @@ from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, axes_of
 BIAS = "balance_bias"
 """Name of the parameter that balances a sigmoid router: moved by ``rebalance``, never by gradients."""
 
-WeightFn = Callable[..., nnx.Param]
-"""(initialiser, shape without L, logical axes...) -> parameter stacked over L."""
-
 Routing = dict[str, jax.Array]
 """What a block says about its router, per microbatch. float32 [B]: ``balance`` and ``router_z``, loss terms of each
 row. Without gradient: ``load`` int32 [E] choices per expert, before any was left out; ``dropped`` and ``overflow``
@@ -38,25 +35,32 @@ tokens and experts."""
 
 
 class MixtureOfExperts(nnx.Module):
-    """Routed experts of all blocks. Shared ones, which every token uses, are computed by the block: a dense MLP."""
+    """Routed experts of a stack of blocks. Shared ones, which every token uses, are a dense MLP of the block.
+
+    Args:
+        model: the whole model.
+        exchange: how tokens reach their experts.
+        into: makes a projection out of the residual stream from its logical axes; see ``decoder.Stacked``.
+        back: makes a projection into it.
+        full: makes a constant.
+    """
 
     def __init__(
         self,
         model: ModelConfig,
         exchange: Exchange,
-        weight: WeightFn,
-        into: nnx.Initializer,
-        back: nnx.Initializer,
+        into: Callable[..., nnx.Param],
+        back: Callable[..., nnx.Param],
+        full: Callable[..., nnx.Param],
     ):
-        D, E, F = model.embed_dim, model.num_experts, model.expert_mlp_dim
         self.model = model
         self.exchange = exchange
-        self.router = weight(into, (D, E), "norm", "router")
+        self.router = into("norm", "router")
         if model.router == "sigmoid":
-            self.balance_bias = weight(nnx.initializers.zeros, (E,), "router")
-        self.gate = weight(into, (E, D, F), "experts", "expert_embed", "mlp")
-        self.up = weight(into, (E, D, F), "experts", "expert_embed", "mlp")
-        self.down = weight(back, (E, F, D), "experts", "mlp", "expert_embed")
+            self.balance_bias = full(0, "router")
+        self.gate = into("experts", "expert_embed", "expert_mlp")
+        self.up = into("experts", "expert_embed", "expert_mlp")
+        self.down = back("experts", "expert_mlp", "expert_embed")
 
     def __call__(
         self, y_bsd: jax.Array, x_spec: P, segment_ids_bs: jax.Array, compute: jnp.dtype, reduce: jnp.dtype, remat: str
@@ -226,8 +230,8 @@ def load_metrics(routing: Routing) -> dict[str, jax.Array]:
 
     Returns:
         ``load_entropy``, of the shares of the experts, mean over blocks, 1 when even and 0 when one gets all;
-        ``load_max``, the fullest expert's load over the mean, of the worst block; ``dropped`` and ``overflow``, shares of
-        all choices; ``router_logits``, root mean square of the router's logits.
+        ``load_max``, the fullest expert's load over the mean, of the worst block; ``dropped`` and ``overflow``, shares
+        of all choices; ``router_logits``, root mean square of the router's logits.
     """
     load = routing["load"].astype(jnp.float32)
     num_experts = load.shape[-1]

@@ -15,7 +15,7 @@ def rows_moved(mode: str, top_k: int, num_devices: int) -> float:
 
 
 def exchange_mode(wanted: str, top_k: int, num_devices: int) -> str:
-    """"all_to_all" or "gather"; "auto" takes the one that moves fewer rows."""
+    """The exchange that ``mesh.expert_exchange`` means: "auto" takes the one that moves fewer rows."""
     if wanted != "auto":
         return wanted
     return min(("all_to_all", "gather"), key=lambda mode: rows_moved(mode, top_k, num_devices))

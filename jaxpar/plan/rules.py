@@ -53,7 +53,6 @@ RULES: tuple[Rule, ...] = (
     support_rules.context_axis,
     support_rules.fsdp_strategy,
     support_rules.optimizer,
-    support_rules.family_trainable,
     support_rules.experts_in_pipeline,
     support_rules.capacity_over_context,
     model_rules.dims_complete,

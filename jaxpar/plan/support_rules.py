@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.config.families import FAMILIES
 from jaxpar.plan.facts import Facts
 
 _TRAINABLE_AXES = "data, fsdp and tensor axes work"
@@ -40,19 +39,6 @@ def optimizer(facts: Facts) -> Iterator[Problem]:
     name = facts.config.optim.name
     if name != "adamw":
         yield Problem(key="optim.name", value=name, message="not yet", remedy='"adamw" works')
-
-
-def family_trainable(facts: Facts) -> Iterator[Problem]:
-    """Families of which only the sizes are known."""
-    family = facts.model.family
-    if not FAMILIES[family].trainable:
-        working = ", ".join(name for name, options in FAMILIES.items() if options.trainable)
-        yield Problem(
-            key="model.family",
-            value=family,
-            message="training this family: not yet (its parameter counts are known)",
-            remedy=f"these families train: {working}",
-        )
 
 
 def experts_in_pipeline(facts: Facts) -> Iterator[Problem]:

@@ -318,8 +318,6 @@ def test_pretrained_directory_needs_weights(tmp_path):
         ("mesh.fsdp_strategy=optimizer", "mesh.fsdp_strategy"),
         ("optim.name=muon", "optim.name"),
         ("optim.name=sgd", "optim.name"),
-        ("model.family=gemma", "model.family"),
-        ("model.family=gpt2", "model.family"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(override, key):
