@@ -75,8 +75,8 @@ def _tiled_backward(saved, dy_rf):
 
     def body(tile: jax.Array, dw: jax.Array) -> jax.Array:
         group, row, count = _place(tile, sizes_g)
-        x_tile, dy_tile = (lax.dynamic_slice_in_dim(a, row, TILE_ROWS) for a in (x, dy))
-        x_tile = jnp.where(jnp.arange(TILE_ROWS)[:, None] < count, x_tile, 0)
+        is_mine = jnp.arange(TILE_ROWS)[:, None] < count
+        x_tile, dy_tile = (jnp.where(is_mine, lax.dynamic_slice_in_dim(a, row, TILE_ROWS), 0) for a in (x, dy))
         part = jnp.einsum("rd,rf->df", x_tile, dy_tile, preferred_element_type=dw.dtype)
         return lax.dynamic_update_index_in_dim(dw, dw[group] + part, group, 0)
 

@@ -88,7 +88,7 @@ def oracle_gradients(directory: Path, program, scratch: Path) -> dict:
 
 
 def split_experts(path: Path, *, mixtral: bool) -> None:
-    """In memory transformers 5 has the experts of a layer in one array, gate and up side by side; on disk it has not."""
+    """In memory transformers 5 has a layer's experts in one array, gate and up side by side; on disk it has not."""
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     split = {}
     for name, values in load_file(path).items():
