@@ -25,8 +25,8 @@ def write_model_settings(
 ) -> dict[str, object]:
     """The config.json with which transformers loads our weights; ``read_model_settings`` gives ``model`` back.
 
-    RoPE and dtype are written in both forms, flat for transformers 4 and ``rope_parameters`` and ``dtype`` for 5: each
-    reads its own without a word about the other, and an absent ``rope_theta`` means 10000.
+    RoPE and dtype are written in both forms, flat for transformers 4 and ``rope_parameters`` and ``dtype`` for 5, as is
+    the number of Qwen3's experts: each reads its own without a word about the other, and an absent ``rope_theta`` means 10000.
 
     Args:
         model: The model; its vocabulary is what the file states, unpadded.
@@ -70,7 +70,7 @@ def write_model_settings(
     if "head_dim" in hf.keys and (hf.writes_head_dim == "always" or not _head_dim_is_derived(model)):
         config[hf.keys["head_dim"]] = model.head_dim
     if hf.experts:
-        config |= _experts(model, hf.experts, original)
+        config |= _experts(model, hf.experts)
     if hf.layer_types:
         config["layer_types"] = ["full_attention"] * model.num_layers
     return dict(sorted(config.items()))
@@ -125,9 +125,9 @@ def experts_without_keys(model: ModelConfig) -> Iterator[Problem]:
             yield Problem(key=f"model.{name}", value=getattr(model, name), message=message, remedy="cannot be exported")
 
 
-def _experts(model: ModelConfig, keys: ExpertKeys, original: Mapping[str, object]) -> dict[str, object]:
-    name = next((key for key in keys.num_experts if key in original), keys.num_experts[0])
-    written = {name: model.num_experts, "num_experts_per_tok": model.top_k, keys.width: model.expert_mlp_dim}
+def _experts(model: ModelConfig, keys: ExpertKeys) -> dict[str, object]:
+    written = dict.fromkeys(keys.num_experts, model.num_experts)
+    written |= {"num_experts_per_tok": model.top_k, keys.width: model.expert_mlp_dim}
     return written if keys.norm_topk is None else written | {keys.norm_topk: model.norm_topk}
 
 

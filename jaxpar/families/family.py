@@ -29,7 +29,7 @@ class ExpertKeys:
     """Keys of config.json that describe a mixture of experts."""
 
     num_experts: tuple[str, ...] = ("num_local_experts",)
-    """Names of the number of experts; the first is written unless an original has another."""
+    """Names of the number of experts, one of which is read; all are written."""
     width: str = "intermediate_size"
     """Width of one expert."""
     norm_topk: str | None = None
