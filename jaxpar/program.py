@@ -34,12 +34,16 @@ BATCH_DTYPES = {
 
 
 def decoder_definition(
-    model: ModelConfig, precision: PrecisionConfig, remat: str = "none", exchange: Exchange | None = None
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    remat: str = "none",
+    context_mode: str = "auto",
+    exchange: Exchange | None = None,
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, exchange)
+        return Decoder(model, precision, remat, rngs, context_mode, exchange)
 
     return ModelDefinition(make_decoder)
 
@@ -64,7 +68,8 @@ class Program:
             receive_factor=config.mesh.expert_receive_factor,
             platform=mesh.devices.flat[0].platform,
         )
-        definition = decoder_definition(config.model, config.precision, config.train.remat, exchange)
+        options = (config.train.remat, config.mesh.context_mode, exchange)
+        definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,
             mesh=mesh,

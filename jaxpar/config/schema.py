@@ -143,10 +143,14 @@ class MeshConfig:
     expert: Int = 1
     """Devices that shard the experts; outside of them one more fsdp axis, so it needs a mixture of experts."""
     context: Int = 1
-    """Devices that shard the sequence in attention. Planned by ``jaxpar plan``; training: not yet."""
+    """Devices that shard the sequence everywhere, attention included, for rows too long for one device; outside
+    attention it shards weights like fsdp. data.seq_len must divide by 2 x context."""
     tensor: Int = 1
     """Devices that shard heads, MLP width and vocabulary (and, between blocks, the sequence); keep it inside one NVLink
     domain."""
+    context_mode: Literal["auto", "ring", "allgather"] = "auto"
+    """How attention meets the keys and values of other context devices: ring passes them on while it computes,
+    allgather collects a whole row's first. auto: ring where a device holds at least 2048 tokens of a row."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
     """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
     expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"

@@ -50,7 +50,7 @@ RULES: tuple[Rule, ...] = (
     mesh_rules.device_count_agrees,
     mesh_rules.axis_shards_something,
     support_rules.pipeline_axis,
-    support_rules.context_axis,
+    support_rules.context_combinations,
     support_rules.fsdp_strategy,
     support_rules.optimizer,
     support_rules.experts_in_pipeline,
