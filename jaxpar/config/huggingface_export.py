@@ -26,7 +26,8 @@ def write_model_settings(
     """The config.json with which transformers loads our weights; ``read_model_settings`` gives ``model`` back.
 
     RoPE and dtype are written in both forms, flat for transformers 4 and ``rope_parameters`` and ``dtype`` for 5, as is
-    the number of Qwen3's experts: each reads its own without a word about the other, and an absent ``rope_theta`` means 10000.
+    the number of Qwen3's experts: each reads its own without a word about the other, and an absent ``rope_theta`` means
+    10000.
 
     Args:
         model: The model; its vocabulary is what the file states, unpadded.

@@ -9,6 +9,10 @@ from jaxpar.families.keymap import KeyMap, TensorSource
 from jaxpar.families.llama import llama_keymap
 
 
+ROUTER_DEFAULTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+"""How transformers would train routers; it says nothing about the weights."""
+
+
 def with_experts(keymap: Callable[..., KeyMap], place: str, gate: str, up: str, down: str) -> Callable[[bool], KeyMap]:
     """A key map with routed experts instead of the MLP, as Hugging Face transformers stores them: one by one.
 
@@ -45,6 +49,7 @@ MIXTRAL = Family(
         kv_heads_may_be_absent=True,
         writes_head_dim="unless derived",
         refused=("attention_bias", "attention_dropout", "sliding_window", "router_jitter_noise"),
+        defaults=ROUTER_DEFAULTS,
         written={"attention_dropout": 0.0, "router_jitter_noise": 0.0, "sliding_window": None},
         experts=ExpertKeys(),
     )

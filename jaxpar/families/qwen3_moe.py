@@ -6,7 +6,7 @@ from functools import partial
 
 from jaxpar.families.family import ExpertKeys, Family, HuggingFace
 from jaxpar.families.llama import llama_keymap
-from jaxpar.families.mixtral import with_experts
+from jaxpar.families.mixtral import ROUTER_DEFAULTS, with_experts
 
 QWEN3_MOE = Family(
     qk_norm=True,
@@ -14,6 +14,7 @@ QWEN3_MOE = Family(
         architecture="Qwen3MoeForCausalLM",
         keymap=with_experts(partial(llama_keymap, qk_norm=True), "mlp", "gate_proj", "up_proj", "down_proj"),
         refused=("attention_bias", "use_sliding_window", "attention_dropout", "mlp_only_layers"),
+        defaults={**ROUTER_DEFAULTS, "sliding_window": None},
         required={"decoder_sparse_step": 1},
         written={
             "attention_bias": False,
