@@ -8,7 +8,6 @@ from jaxpar.families.family import ExpertKeys, Family, HuggingFace
 from jaxpar.families.keymap import KeyMap, TensorSource
 from jaxpar.families.llama import llama_keymap
 
-
 ROUTER_DEFAULTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 """How transformers would train routers; it says nothing about the weights."""
 
@@ -49,7 +48,7 @@ MIXTRAL = Family(
         kv_heads_may_be_absent=True,
         writes_head_dim="unless derived",
         refused=("attention_bias", "attention_dropout", "sliding_window", "router_jitter_noise"),
-        defaults=ROUTER_DEFAULTS,
+        defaults={**ROUTER_DEFAULTS, "head_dim": None},
         written={"attention_dropout": 0.0, "router_jitter_noise": 0.0, "sliding_window": None},
         experts=ExpertKeys(),
     )
