@@ -40,13 +40,6 @@ def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def optimizer(facts: Facts) -> Iterator[Problem]:
-    """Optimizers other than AdamW."""
-    name = facts.config.optim.name
-    if name != "adamw":
-        yield Problem(key="optim.name", value=name, message="not yet", remedy='"adamw" works')
-
-
 def experts_in_pipeline(facts: Facts) -> Iterator[Problem]:
     """Pipelines of blocks with experts."""
     if facts.model.num_experts and facts.mesh.get("pipeline", 1) > 1:
