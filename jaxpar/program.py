@@ -17,6 +17,7 @@ from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
+from jaxpar.model.dispatch import Exchange
 from jaxpar.optim import make_optimizer
 from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.resolve import ResolvedPlan
@@ -39,12 +40,13 @@ def decoder_definition(
     precision: PrecisionConfig,
     remat: str = "none",
     context_mode: str = "auto",
+    exchange: Exchange | None = None,
     attention: str = "xla",
 ) -> ModelDefinition:
-    """The decoder of a model config, its dimensions complete."""
+    """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, context_mode, attention)
+        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention)
 
     return ModelDefinition(make_decoder)
 
@@ -80,9 +82,13 @@ class Program:
         config = plan.config
         mesh = make_mesh(plan.mesh, devices)
         chosen = choose_attention(config, plan.mesh["context"], accelerator_of(mesh.devices.flat[0]))
-        definition = decoder_definition(
-            config.model, config.precision, config.train.remat, config.mesh.context_mode, chosen.kernel
+        exchange = Exchange(
+            mode=config.mesh.expert_exchange,
+            receive_factor=config.mesh.expert_receive_factor,
+            platform=mesh.devices.flat[0].platform,
         )
+        options = (config.train.remat, config.mesh.context_mode, exchange, chosen.kernel)
+        definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,
             mesh=mesh,
