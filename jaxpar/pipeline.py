@@ -4,7 +4,8 @@ The caller gives three functions, each of which sees one microbatch:
 
 - ``embed(ends, side) -> x`` makes the input of the first virtual stage;
 - ``stage(weights, x, side) -> (y, aux)`` runs one chunk of layers; ``aux`` is a scalar that is added to the loss;
-- ``loss(ends, y, side) -> value`` is head and loss on the output of the last virtual stage.
+- ``loss(ends, y, side) -> (value, sums)`` is head and loss on the output of the last virtual stage; ``sums`` are other
+  scalars to add up over microbatches, such as the number of tokens.
 
 ``side`` is what goes along with the microbatch: tokens, segment ids, dropout keys. All three run manually over
 ``pipeline`` and on every stage at the same time, with every other mesh axis as it is outside. So ``embed`` and ``loss``
@@ -34,7 +35,7 @@ AXIS = "pipeline"
 
 Embed = Callable[[object, object], jax.Array]
 Stage = Callable[[object, jax.Array, object], tuple[jax.Array, jax.Array]]
-Loss = Callable[[object, jax.Array, object], jax.Array]
+Loss = Callable[[object, jax.Array, object], tuple[jax.Array, object]]
 
 
 class Result(NamedTuple):
@@ -44,6 +45,8 @@ class Result(NamedTuple):
     """Sum of ``loss`` over microbatches, float32 scalar."""
     aux: jax.Array
     """Sum of ``aux`` over microbatches and virtual stages, float32 scalar. Not part of ``loss``."""
+    sums: object
+    """Sums of the other scalars that ``loss`` returns."""
     weight_grads: object
     """Gradient of loss + aux for ``weights``: same tree and shapes, None for leaves that are not floating point."""
     end_grads: object
@@ -77,7 +80,7 @@ def value_and_grad(
         return jax.shard_map(
             lambda *arguments: _Pipeline(schedule, embed, stage, loss, *arguments).run(),
             in_specs=(P(None, AXIS), end_specs, P()),
-            out_specs=Result(P(), P(), P(None, AXIS), end_specs),
+            out_specs=Result(P(), P(), P(), P(None, AXIS), end_specs),
             axis_names={AXIS},
         )(weights, ends, sides)
 
@@ -99,6 +102,7 @@ class _Carry(NamedTuple):
     end_grads: object
     loss: jax.Array
     aux: jax.Array
+    sums: object
 
 
 class _Pipeline:
@@ -114,6 +118,8 @@ class _Pipeline:
         self.weights = _Trained.of(jax.tree.map(lambda leaf: leaf[:, 0], weights))
         shape = jax.eval_shape(embed, ends, self._side(0))
         self.blank = _vary(jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding.spec))
+        _, sums = jax.eval_shape(loss, ends, shape, self._side(0))
+        self.no_sums = jax.tree.map(lambda sum_: jnp.zeros(sum_.shape, sum_.dtype), sums)
 
     def run(self) -> Result:
         """All ticks."""
@@ -128,10 +134,11 @@ class _Pipeline:
             end_grads=jax.tree.map(_zero_gradient, self.ends),
             loss=jnp.float32(0),
             aux=_vary(jnp.float32(0)),
+            sums=self.no_sums,
         )
         end, _ = lax.scan(lambda carry, now: (self._tick(carry, *now), None), start, (mine, shared))
         weight_grads = self.weights.tree([grad[:, None] for grad in end.weight_grads], keep_others=False)
-        return Result(end.loss, lax.psum(end.aux, AXIS), weight_grads, end.end_grads)
+        return Result(end.loss, lax.psum(end.aux, AXIS), end.sums, weight_grads, end.end_grads)
 
     def _tick(self, carry: _Carry, mine: dict[str, jax.Array], shared: dict[str, jax.Array]) -> _Carry:
         """The five phases of jaxpar.schedule.table, each after the one before it."""
@@ -184,13 +191,14 @@ class _Pipeline:
         def loss() -> tuple[_Carry, jax.Array]:
             last = lax.psum(jnp.where(self.index == self.schedule.num_stages - 1, y, 0), AXIS)
             side = self._side(microbatch)
-            value, pull = jax.vjp(lambda ends, y: self._loss(ends, y, side), self.ends, last)
+            value, pull, sums = jax.vjp(lambda ends, y: self._loss(ends, y, side), self.ends, last, has_aux=True)
             if value.shape or _is_varying(value):
                 raise ValueError(f"loss must return a scalar that is the same on all stages, not {jax.typeof(value)}")
             end_grads, dy = pull(jnp.ones_like(value))
             return carry._replace(
                 loss=carry.loss + value.astype(jnp.float32),
                 end_grads=jax.tree.map(jnp.add, carry.end_grads, end_grads),
+                sums=jax.tree.map(jnp.add, carry.sums, sums),
             ), _vary(dy)
 
         return lax.cond(microbatch >= 0, loss, lambda: (carry, self.blank))
