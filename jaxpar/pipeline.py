@@ -224,10 +224,11 @@ class _Pipeline:
             x = self._input(shared["embed_grad_microbatch"], embedded, activations, mine["backward_slot"])
             side, chunk = self._own_side(mine["backward_microbatch"]), mine["backward_chunk"]
             (_, aux), pull = jax.vjp(lambda leaves, x: self._chunk(leaves, chunk, x, side), self._leaves(chunk), x)
-            # A stage with nothing to do pulls back zero: also partial sums over other axes stay what they are.
+            # A stage with nothing to do runs on what lies in its slots, and throws the result away. Pulling back zero
+            # is not enough: that times infinity is not a number.
             valid = mine["backward_microbatch"] >= 0
-            dy = jnp.where(valid, _take(gradients, mine["gradient_slot"]), 0)
-            grads, dx = pull((dy, jnp.where(valid, jnp.ones_like(aux), 0)))
+            grads, dx = pull((_take(gradients, mine["gradient_slot"]), jnp.ones_like(aux)))
+            grads = [jnp.where(valid, grad, jnp.zeros_like(grad)) for grad in grads]
             return carry._replace(
                 weight_grads=[
                     _put(total, _take(total, chunk) + grad, chunk)

@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
 from jaxpar.mesh import make_mesh
+from jaxpar.model.layers import rms_norm
 from jaxpar.pipeline import value_and_grad
 from jaxpar.schedule import build_schedule, split_layers
 from jaxpar.sharding import batch_entry, sequence_entry
 
 B, S, D, F, V = 4, 8, 16, 32, 24
+EPS = 1e-5
 
 LAYER_SPECS = {"scale": P(None), "up": P("fsdp", "tensor"), "down": P("tensor", "fsdp")}
 END_SPECS = {"table": P("pipeline", "fsdp"), "scale": P(None)}
@@ -48,7 +50,7 @@ def problem(num_layers, num_microbatches, seed=0):
 
 
 def normalise(x, scale):
-    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + EPS) * scale
 
 
 def plain(layers, ends, sides):
@@ -74,7 +76,7 @@ def stage(weights, x, side):
     def layer(carry, weights):
         x, aux = carry
         up, down = (gather_weight(weights[name], jnp.float32, jnp.float32) for name in ("up", "down"))
-        hidden = jnp.tanh(jnp.einsum("bsd,df->bsf", enter_block(normalise(x, weights["scale"])), up)) * gain
+        hidden = jnp.tanh(jnp.einsum("bsd,df->bsf", enter_block(rms_norm(x, weights["scale"], EPS)), up)) * gain
         new = x + row_parallel("bsf,fd->bsd", hidden, down), aux + 0.01 * jnp.mean(hidden**2)
         return jax.tree.map(lambda new, old: jnp.where(weights["mask"], new, old), new, carry), None
 
@@ -96,7 +98,7 @@ def loss(ends, y, side):
     """Cross entropy, each stage with its own part of the vocabulary."""
     table = gather_weight(ends["table"], jnp.float32, jnp.float32)
     labels, weights = side["labels"], side["weights"]
-    whole = reshard(normalise(y, ends["scale"]), P(batch_entry(current_mesh()), None, None))
+    whole = reshard(rms_norm(y, ends["scale"], EPS), P(batch_entry(current_mesh()), None, None))
     logits = jnp.einsum("bsd,vd->bsv", whole, table)
     highest = lax.pmax(lax.stop_gradient(logits.max(-1)), "pipeline")
     total = lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), "pipeline")
