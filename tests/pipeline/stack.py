@@ -55,17 +55,20 @@ def normalise(x, scale):
 
 def plain(layers, ends, sides):
     """(loss + aux, (loss, aux, tokens)) over all microbatches."""
-    loss, aux = 0.0, 0.0
-    for m in range(sides["tokens"].shape[0]):
-        side = {name: value[m] for name, value in sides.items()}
-        x = ends["table"][side["tokens"]]
-        for i in range(layers["up"].shape[0]):
-            hidden = jnp.tanh(normalise(x, layers["scale"][i]) @ layers["up"][i]) * side["gain"][..., None]
-            x = x + hidden @ layers["down"][i]
-            aux += 0.01 * jnp.mean(hidden**2)
+
+    def microbatch(sums, side):
+        def layer(carry, weights):
+            x, aux = carry
+            hidden = jnp.tanh(normalise(x, weights["scale"]) @ weights["up"]) * side["gain"][..., None]
+            return (x + hidden @ weights["down"], aux + 0.01 * jnp.mean(hidden**2)), None
+
+        loss, aux = sums
+        (x, aux), _ = lax.scan(layer, (ends["table"][side["tokens"]], aux), layers)
         scores = jax.nn.log_softmax(normalise(x, ends["scale"]) @ ends["table"].T)
         picked = jnp.take_along_axis(scores, side["labels"][..., None], -1)[..., 0]
-        loss -= jnp.sum(side["weights"] * picked)
+        return (loss - jnp.sum(side["weights"] * picked), aux), None
+
+    (loss, aux), _ = lax.scan(microbatch, (0.0, 0.0), sides)
     return loss + aux, (loss, aux, sides["weights"].sum())
 
 
