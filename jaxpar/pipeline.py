@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, spec_of
@@ -54,7 +55,7 @@ class Result(NamedTuple):
 
 
 def value_and_grad(
-    schedule: Schedule, *, embed: Embed, stage: Stage, loss: Loss
+    schedule: Schedule, *, embed: Embed, stage: Stage, loss: Loss, replica_axes: tuple[str, ...] = ()
 ) -> Callable[[object, object, object], Result]:
     """A function ``(weights, ends, sides) -> Result`` that runs all microbatches through the pipeline.
 
@@ -64,6 +65,10 @@ def value_and_grad(
       are not floating point (masks of padded layers, layer numbers) are handed to it and get no gradient;
     - ``ends``: everything else that is trained. Leaves sharded over ``pipeline`` arrive as the stage's own shard;
     - ``sides``: leaves [microbatches, ...], not sharded over ``pipeline``.
+
+    With ``replica_axes``, mesh axes that split nothing but the rows of ``sides`` (``data``), gradients are added up
+    over them once at the end, not once per microbatch. The three functions then see the rows of one replica, and must
+    not communicate over these axes.
 
     The backward pass of a stage runs its forward pass again from the chunk's input. What ``stage`` itself
     rematerialises is computed a third time.
@@ -76,12 +81,13 @@ def value_and_grad(
         num_stages = current_mesh().shape[AXIS]
         if num_stages != schedule.num_stages:
             raise ValueError(f"the schedule has {schedule.num_stages} stages, but mesh axis {AXIS} has {num_stages}")
-        end_specs = jax.tree.map(_pipeline_part, ends)
+        end_specs = jax.tree.map(lambda leaf: _manual_part(leaf, (AXIS,)), ends)
+        side_specs = jax.tree.map(lambda leaf: _manual_part(leaf, replica_axes), sides)
         return jax.shard_map(
-            lambda *arguments: _Pipeline(schedule, embed, stage, loss, *arguments).run(),
-            in_specs=(P(None, AXIS), end_specs, P()),
+            lambda *arguments: _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run(),
+            in_specs=(P(None, AXIS), end_specs, side_specs),
             out_specs=Result(P(), P(), P(), P(None, AXIS), end_specs),
-            axis_names={AXIS},
+            axis_names={AXIS, *replica_axes},
         )(weights, ends, sides)
 
     return run
@@ -109,17 +115,27 @@ class _Pipeline:
     """One stage's view, inside the region that is manual over ``pipeline``."""
 
     def __init__(
-        self, schedule: Schedule, embed: Embed, stage: Stage, loss: Loss, weights: object, ends: object, sides: object
+        self,
+        schedule: Schedule,
+        embed: Embed,
+        stage: Stage,
+        loss: Loss,
+        replica_axes: tuple[str, ...],
+        weights: object,
+        ends: object,
+        sides: object,
     ):
-        self.schedule, self.ends, self.sides = schedule, ends, sides
+        self.schedule, self.sides, self.replica_axes = schedule, sides, replica_axes
+        # Each replica's own copy: autodiff would otherwise add gradients up over replicas in every microbatch.
+        self.ends = jax.tree.map(self._own, ends)
         self.index = lax.axis_index(AXIS)
         self._embed, self._stage, self._loss = embed, stage, loss
         # [chunks, 1, ...]: the second dim is the stage, and this is one stage.
-        self.weights = _Trained.of(jax.tree.map(lambda leaf: leaf[:, 0], weights))
-        shape = jax.eval_shape(embed, ends, self._side(0))
+        self.weights = _Trained.of(jax.tree.map(lambda leaf: self._own(leaf[:, 0]), weights))
+        shape = jax.eval_shape(embed, self.ends, self._side(0))
         self.blank = _vary(jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding.spec))
-        _, sums = jax.eval_shape(loss, ends, shape, self._side(0))
-        self.no_sums = jax.tree.map(lambda sum_: jnp.zeros(sum_.shape, sum_.dtype), sums)
+        _, sums = jax.eval_shape(loss, self.ends, shape, self._side(0))
+        self.no_sums = jax.tree.map(lambda total: self._own(jnp.zeros(total.shape, total.dtype)), sums)
 
     def run(self) -> Result:
         """All ticks."""
@@ -132,13 +148,14 @@ class _Pipeline:
             gradients=self._buffer(self.schedule.num_gradient_slots),
             weight_grads=[_zero_gradient(leaf) for leaf in self.weights.leaves],
             end_grads=jax.tree.map(_zero_gradient, self.ends),
-            loss=jnp.float32(0),
+            loss=self._own(jnp.float32(0)),
             aux=_vary(jnp.float32(0)),
             sums=self.no_sums,
         )
         end, _ = lax.scan(lambda carry, now: (self._tick(carry, *now), None), start, (mine, shared))
         weight_grads = self.weights.tree([grad[:, None] for grad in end.weight_grads], keep_others=False)
-        return Result(end.loss, lax.psum(end.aux, AXIS), end.sums, weight_grads, end.end_grads)
+        result = Result(end.loss, lax.psum(end.aux, AXIS), end.sums, weight_grads, end.end_grads)
+        return lax.psum(result, self.replica_axes) if self.replica_axes else result
 
     def _tick(self, carry: _Carry, mine: dict[str, jax.Array], shared: dict[str, jax.Array]) -> _Carry:
         """The five phases of jaxpar.schedule.table, each after the one before it."""
@@ -192,13 +209,13 @@ class _Pipeline:
             last = lax.psum(jnp.where(self.index == self.schedule.num_stages - 1, y, 0), AXIS)
             side = self._side(microbatch)
             value, pull, sums = jax.vjp(lambda ends, y: self._loss(ends, y, side), self.ends, last, has_aux=True)
-            if value.shape or _is_varying(value):
+            if value.shape or AXIS in jax.typeof(value).mat.varying:
                 raise ValueError(f"loss must return a scalar that is the same on all stages, not {jax.typeof(value)}")
             end_grads, dy = pull(jnp.ones_like(value))
             return carry._replace(
-                loss=carry.loss + value.astype(jnp.float32),
+                loss=carry.loss + self._own(value.astype(jnp.float32)),
                 end_grads=jax.tree.map(jnp.add, carry.end_grads, end_grads),
-                sums=jax.tree.map(jnp.add, carry.sums, sums),
+                sums=jax.tree.map(lambda total, part: total + self._own(part), carry.sums, sums),
             ), _vary(dy)
 
         return lax.cond(microbatch >= 0, loss, lambda: (carry, self.blank))
@@ -273,6 +290,10 @@ class _Pipeline:
     def _own_side(self, microbatch: jax.Array) -> object:
         return jax.tree.map(lambda leaf: _take(_vary(leaf), microbatch), self.sides)
 
+    def _own(self, value: jax.Array) -> jax.Array:
+        """Declare a value to be each replica's own."""
+        return _vary_over(value, self.replica_axes)
+
     def _own_column(self, table: object) -> jax.Array:
         return lax.dynamic_index_in_dim(jnp.asarray(table), self.index, 1, keepdims=False)
 
@@ -315,25 +336,29 @@ class _Trained:
         )
 
 
-def _pipeline_part(leaf: jax.Array) -> P:
-    """The part of a leaf's spec that is manual here."""
-    return P(*(AXIS if AXIS in axes_of(entry) else None for entry in spec_of(leaf).partitions))
+def _manual_part(leaf: jax.Array, axes: tuple[str, ...]) -> P:
+    """The part of a leaf's spec that is over ``axes``."""
+    entries = ([axis for axis in axes_of(entry) if axis in axes] for entry in spec_of(leaf).partitions)
+    return P(*(tuple(entry) or None for entry in entries))
 
 
-def _is_varying(x: jax.Array) -> bool:
-    return AXIS in jax.typeof(x).mat.varying
+def _vary_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _vary(x: jax.Array) -> jax.Array:
-    """Declare a value that is the same on all stages to be each stage's own."""
-    return x if _is_varying(x) else lax.pcast(x, (AXIS,), to="varying")
+    """Declare a value to be each stage's (and replica's) own."""
+    mesh = current_mesh()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return _vary_over(x, tuple(axis for axis, kind in types if kind == AxisType.Manual))
 
 
 def _zero_gradient(leaf: jax.Array) -> jax.Array:
     """Zeros of the type that the leaf's gradient has."""
     spec = spec_of(leaf)
     zeros = jnp.zeros(leaf.shape, leaf.dtype, out_sharding=P(*spec.partitions, unreduced=spec.reduced))
-    return _vary(zeros) if _is_varying(leaf) else zeros
+    return _vary_over(zeros, tuple(jax.typeof(leaf).mat.varying))
 
 
 def _take(array: jax.Array, index: jax.Array | int) -> jax.Array:

@@ -60,7 +60,7 @@ def plain(layers, ends, sides):
         def layer(carry, weights):
             x, aux = carry
             hidden = jnp.tanh(normalise(x, weights["scale"]) @ weights["up"]) * side["gain"][..., None]
-            return (x + hidden @ weights["down"], aux + 0.01 * jnp.mean(hidden**2)), None
+            return (x + hidden @ weights["down"], aux + 1e-4 * jnp.sum(hidden**2)), None
 
         loss, aux = sums
         (x, aux), _ = lax.scan(layer, (ends["table"][side["tokens"]], aux), layers)
@@ -80,10 +80,10 @@ def stage(weights, x, side):
         x, aux = carry
         up, down = (gather_weight(weights[name], jnp.float32, jnp.float32) for name in ("up", "down"))
         hidden = jnp.tanh(jnp.einsum("bsd,df->bsf", enter_block(rms_norm(x, weights["scale"], EPS)), up)) * gain
-        new = x + row_parallel("bsf,fd->bsd", hidden, down), aux + 0.01 * jnp.mean(hidden**2)
+        new = x + row_parallel("bsf,fd->bsd", hidden, down), aux + 1e-4 * jnp.sum(hidden**2)
         return jax.tree.map(lambda new, old: jnp.where(weights["mask"], new, old), new, carry), None
 
-    start = (x, lax.pcast(jnp.float32(0), ("pipeline",), to="varying"))
+    start = (x, 0 * jnp.sum(x))  # a zero of the right type: each stage's and replica's own
     return lax.scan(jax.checkpoint(layer), start, weights)[0]
 
 
@@ -136,8 +136,11 @@ class Pipelined:
             {name: self._put(leaf, END_SPECS[name]) for name, leaf in ends.items()},
             {name: self._put(leaf, rows) for name, leaf in sides.items()},
         )
+        replica_axes = ("data",) if sizes.get("data", 1) > 1 else ()
         schedule = build_schedule(kind, num_stages=stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-        self.function = jax.jit(value_and_grad(schedule, embed=embed, stage=stage, loss=loss))
+        self.function = jax.jit(
+            value_and_grad(schedule, embed=embed, stage=stage, loss=loss, replica_axes=replica_axes)
+        )
 
     def compile(self):
         with jax.set_mesh(self.mesh):

@@ -16,6 +16,8 @@ CASES = {
 MORE_CASES = {
     "1f1b on 8 stages": ("1f1b", {"pipeline": 8}, 8, 8),
     "1f1b with fsdp and tensor": ("1f1b", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4, 4),
+    "1f1b with data and fsdp": ("1f1b", {"pipeline": 2, "data": 2, "fsdp": 2}, 4, 4),
+    "interleaved with data and tensor": ("interleaved", {"pipeline": 2, "data": 2, "tensor": 2}, 4, 4, 2),
     "1f1b with tensor": ("1f1b", {"pipeline": 4, "tensor": 2}, 4, 16),
     "1f1b with fsdp": ("1f1b", {"pipeline": 2, "fsdp": 4}, 4, 4),
     "1f1b on layers given by hand": ("1f1b", {"pipeline": 4, "fsdp": 2}, 7, 4, 1, [1, 3, 2, 1]),
