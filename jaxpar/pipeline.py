@@ -68,7 +68,8 @@ def value_and_grad(
 
     With ``replica_axes``, mesh axes that split nothing but the rows of ``sides`` (``data``), gradients are added up
     over them once at the end, not once per microbatch. The three functions then see the rows of one replica, and must
-    not communicate over these axes.
+    not communicate over these axes. (``collectives.defer_reduction`` does not do it here: JAX 0.12 has no dynamic slice
+    of arrays that are ``reduced`` or ``unreduced`` over one axis at an index that varies over another.)
 
     The backward pass of a stage runs its forward pass again from the chunk's input. What ``stage`` itself
     rematerialises is computed a third time.
