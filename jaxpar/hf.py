@@ -21,9 +21,23 @@ from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
-from jaxpar.model.keymap import decoder_ignored, decoder_keymap
+from jaxpar.model.keymap import ParamPath, TensorSource, decoder_ignored, decoder_keymap
+from jaxpar.plan.parameters import dim_sizes
 from jaxpar.sharding import BATCH_AXES, SEQUENCE_AXIS, batch_entry
 from jaxpar.state import ModelDefinition
+
+
+def hf_keymap(model: ModelConfig) -> dict[ParamPath, TensorSource]:
+    """Where each parameter of a model lies in a Hugging Face checkpoint, to read and to write."""
+    family = FAMILIES[model.family]
+    return decoder_keymap(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, tied=model.tie_embeddings)
+
+
+def unpadded_shapes(model: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
+    """Shape on disk of each parameter: as in memory, the vocabulary without its padding. Builds no model."""
+    sizes = dim_sizes(model)
+    sizes["layer"] = sizes["layers"]
+    return {path: source.target_shape(sizes) for path, source in hf_keymap(model).items()}
 
 
 def hf_params(
@@ -41,11 +55,9 @@ def hf_params(
     Raises:
         CheckpointError: tensors are missing, unexpected or of the wrong shape; all are named.
     """
-    family = FAMILIES[model.family]
-    keymap = decoder_keymap(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, tied=model.tie_embeddings)
     arrays = read_tensors(
         directory,
-        keymap,
+        hf_keymap(model),
         flatten_dict(definition.abstract_on(mesh)),
         unpadded={"vocab": model.vocab_size},
         dtype=dtype,

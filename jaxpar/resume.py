@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.checkpoint import commit
+from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.paths import leaves_by_path, path_string
+from jaxpar.checkpoint.places import CHECKPOINTS, choose_step, locate
 from jaxpar.checkpoint.store import Store
 from jaxpar.config import Config, ConfigError, Problem
 from jaxpar.data.dataset import TokenDataset
@@ -45,26 +53,45 @@ def find_checkpoint(config: Config) -> tuple[Path, int] | None:
         ConfigError: ``never`` with checkpoints in the way, ``must`` or a path without any.
     """
     mode = config.checkpoint.resume
-    own = Path(config.run.dir) / "checkpoints"
-    step, skipped = _newest(own)
-    if mode == "never" and step is not None:
-        raise _problem(mode, f"{own} already has step {step}", "choose another run.dir, or resume = auto to go on")
-    if step is not None or mode in ("auto", "never"):
-        return None if step is None else (own, step)
+    own = Path(config.run.dir) / CHECKPOINTS
+    steps, skipped = commit.scan(own)
+    if mode == "never" and steps:
+        raise _problem(mode, f"{own} already has step {steps[-1]}", "choose another run.dir, or resume = auto to go on")
+    if steps or mode in ("auto", "never"):
+        return (own, steps[-1]) if steps else None
     if mode == "must":
         raise _no_checkpoint(mode, own, skipped, "use resume = auto to start anew")
-    directory = Path(mode)
-    step, skipped = _newest(directory)
-    if step is None:
-        inside = directory / "checkpoints"
-        remedy = f"checkpoint.resume = {inside}" if inside.is_dir() else "name the checkpoints directory of a run"
-        raise _no_checkpoint(mode, directory, skipped, remedy)
-    return directory, step
+    directory, step = locate(mode)
+    steps, skipped = commit.scan(directory)
+    if step is not None and step not in steps:
+        why = dict(skipped).get(step, "it does not exist")
+        raise _problem(mode, f"step {step} is not a complete checkpoint: {why}", f"complete steps: {steps or 'none'}")
+    if not steps:
+        raise _no_checkpoint(mode, directory, skipped, "name a run, its checkpoints directory or one step")
+    return directory, steps[-1] if step is None else step
 
 
-def _newest(directory: Path) -> tuple[int | None, list[tuple[int, str]]]:
-    with Store(directory) as store:
-        return store.latest(), store.skipped()
+def find_older(config: Config, directory: Path, step: int) -> tuple[Path, int] | None:
+    """The complete step before a damaged one, to be tried instead; None if there is none or one step was asked for."""
+    if locate(config.checkpoint.resume)[1] is not None and directory != Path(config.run.dir) / CHECKPOINTS:
+        return None
+    older = [other for other in commit.scan(directory)[0] if other < step]
+    return (directory, older[-1]) if older else None
+
+
+def agree(found: tuple[Path, int] | None) -> tuple[Path, int] | None:
+    """What process 0 found: file systems that are shared over a network show new files at different moments."""
+    if jax.process_count() == 1:
+        return found
+    step = multihost_utils.broadcast_one_to_all(np.int32(-1 if found is None else found[1]))
+    paths = multihost_utils.broadcast_one_to_all(_padded(str(found[0]) if found else ""))
+    return (Path(bytes(paths).rstrip(b"\0").decode()), int(step)) if step >= 0 else None
+
+
+def _padded(text: str) -> np.ndarray:
+    """uint8 [4096]: a path, as every process must bring an array of one shape."""
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    return np.pad(encoded, (0, 4096 - len(encoded)))
 
 
 def _no_checkpoint(mode: str, directory: Path, skipped: list[tuple[int, str]], remedy: str) -> ConfigError:
@@ -80,10 +107,8 @@ def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str,
     """Shapes on disk of the leaves whose vocabulary is padded in memory: parameters, and moments that mirror them."""
     vocab_size = program.config.model.vocab_size
     vocab_dims = {
-        path: [dim for dim, axis in enumerate(axes.axes) if axis == "vocab"]
-        for path, axes in leaves_by_path(
-            jax.tree.map(_Axes, program.definition.logical_axes, is_leaf=_is_axes), "params"
-        ).items()
+        path: [dim for dim, axis in enumerate(axes) if axis == "vocab"]
+        for path, axes in program.definition.axes_by_path.items()
     }
     shapes = {}
     for section, tree in sections.items():
@@ -95,46 +120,86 @@ def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str,
     return shapes
 
 
-class _Axes:
-    """A tuple of logical axes as one leaf of a pytree."""
-
-    def __init__(self, axes: tuple[str, ...]):
-        self.axes = axes
-
-
-def _is_axes(value: object) -> bool:
-    return isinstance(value, tuple)
-
-
-def save(store: Store, program: Program, state: TrainState, place: Place, dataset: TokenDataset) -> None:
+def save(
+    store: Store,
+    program: Program,
+    state: TrainState,
+    place: Place,
+    dataset: TokenDataset,
+    metrics: Mapping[str, float | None],
+) -> None:
     """Start saving the whole state of the run, asynchronously."""
     config = program.config
     sections = {name: getattr(state, name) for name in SECTIONS}
+    known = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
     metadata = {
         "jaxpar": jaxpar.__version__,
         "position": dataclasses.asdict(place.position),
         "tokens_seen": place.tokens_seen,
         "seed": config.run.seed,
         "dataset": dict(dataset.identity),
+        "model_fingerprint": model_fingerprint(dataclasses.asdict(config.model)),
+        "num_params": program.plan.num_params,
         "mesh": dict(program.plan.mesh),
+        "processes": jax.process_count(),
+        "metrics": known,
         "config": dataclasses.asdict(config),
     }
-    store.save(place.step, sections, metadata, stored_shapes=stored_shapes(program, sections))
+    store.save(place.step, sections, metadata, stored_shapes=stored_shapes(program, sections), metrics=known)
 
 
 def restore(store: Store, step: int, program: Program) -> tuple[TrainState, Place]:
     """State and place of a checkpoint that ``check_same_run`` has let pass, every leaf on its target sharding.
 
     Raises:
-        CheckpointError: leaves do not fit, or cannot be read.
+        CheckpointError: leaves do not fit.
+        DamagedCheckpointError: they cannot be read, or are not what was saved.
     """
     metadata = store.metadata(step)
     abstract = {name: getattr(program.abstract_state, name) for name in SECTIONS}
-    sections = store.restore(step, abstract, stored_shapes=stored_shapes(program, abstract))
+    sections = store.restore(
+        step,
+        abstract,
+        stored_shapes=stored_shapes(program, abstract),
+        verify=program.config.checkpoint.verify,
+    )
     count = jax.device_put(jnp.int32(step), NamedSharding(program.mesh, P()))
     state = TrainState(step=count, **sections)
     position = Position(**metadata["position"])
     return state, Place(step=step, position=position, tokens_seen=metadata["tokens_seen"])
+
+
+def restore_params(path: str, program: Program) -> tuple[dict, str]:
+    """Parameters alone, of a run, its checkpoints or one step, for a run of its own; and what to tell the user.
+
+    Weights of another float type than ``precision.params`` are converted.
+
+    Raises:
+        CheckpointError: there is no complete step, its leaves do not fit this model, or are damaged.
+    """
+    directory, step = choose_step(path)
+    abstract = {"params": program.abstract_state.params}
+    with Store(directory) as store:
+        stored = store.leaves(step)
+        others = {name.partition("/")[0] for name in stored} - {"params"}
+        sections = store.restore(
+            step,
+            abstract,
+            stored_shapes=stored_shapes(program, abstract),
+            ignore=others,
+            verify=program.config.checkpoint.verify,
+            cast=True,
+        )
+    dtypes = {str(leaf.dtype) for name, leaf in stored.items() if name.startswith("params/")}
+    wanted = program.config.precision.params
+    converted = f" (converted from {', '.join(sorted(dtypes))} to {wanted})" if dtypes != {wanted} else ""
+    return sections["params"], f"initial weights from step {step} of {directory}{converted}"
+
+
+def model_fingerprint(model: Mapping[str, object]) -> str:
+    """Hash of the model settings that decide what weights mean; equal for runs that can share them."""
+    lasting = {name: value for name, value in model.items() if name not in _FREE_MODEL_KEYS}
+    return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()
 
 
 def check_same_run(directory: Path, step: int, config: Config, dataset: TokenDataset) -> None:
@@ -148,6 +213,12 @@ def check_same_run(directory: Path, step: int, config: Config, dataset: TokenDat
     """
     with Store(directory) as store:
         metadata = store.metadata(step)
+        sections = {name.partition("/")[0] for name in store.leaves(step)}
+    if missing := [section for section in SECTIONS if section not in sections]:
+        raise CheckpointError(
+            f"step {step} of {directory} is not the state of a run: missing section: {', '.join(missing)}\n"
+            f"-> to start a new run from its weights: model.init_from=jaxpar:{directory}"
+        )
     before = _lasting(metadata["config"], metadata["dataset"])
     now = _lasting(dataclasses.asdict(config), dataset.identity)
     problems = [

@@ -45,8 +45,8 @@ class ModelDefinition:
         return nnx.to_pure_dict(self._state)
 
     @property
-    def logical_axes(self) -> dict:
-        """Nested dict of logical-axes tuples, one per parameter.
+    def axes_by_path(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """Logical axes of every parameter, by its path in the nested dict of params.
 
         Raises:
             ValueError: a parameter without ``logical_axes``; names it.
@@ -60,8 +60,12 @@ class ModelDefinition:
                 )
             return param.logical_axes
 
-        flat = {path: axes(path, param) for path, param in nnx.to_flat_state(self._state)}
-        return nnx.traversals.unflatten_mapping(flat)
+        return {tuple(map(str, path)): axes(path, param) for path, param in nnx.to_flat_state(self._state)}
+
+    @property
+    def logical_axes(self) -> dict:
+        """Nested dict of logical-axes tuples, one per parameter."""
+        return nnx.traversals.unflatten_mapping(self.axes_by_path)
 
     def specs(self, mesh: Mesh) -> dict:
         """Nested dict of PartitionSpecs on ``mesh``."""

@@ -13,9 +13,13 @@ from pathlib import Path
 import jax
 
 from jaxpar import resume
-from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.checkpoint.commit import Keep
+from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from jaxpar.checkpoint.places import CHECKPOINTS
 from jaxpar.checkpoint.store import Store
 from jaxpar.config import Config, ConfigError, Problem, config_to_toml
+from jaxpar.config.checkpoints import JAXPAR_PREFIX
+from jaxpar.config.huggingface import PREFIX
 from jaxpar.data.dataset import Datasets, load_dataset
 from jaxpar.data.loader import Loader, validation_loader
 from jaxpar.data.order import GlobalOrder
@@ -31,8 +35,9 @@ from jaxpar.runtime.lock import RunLock
 from jaxpar.runtime.memory import device_memory
 from jaxpar.runtime.self_test import self_test
 from jaxpar.runtime.start import Processes, meet, start, stop
-from jaxpar.runtime.vote import StopVote
+from jaxpar.runtime.vote import Ballot, StopVote
 from jaxpar.sharding import batch_sharding
+from jaxpar.state import TrainState
 
 
 class RunFailed(RuntimeError):
@@ -105,7 +110,8 @@ class Trainer:
             with _one_end_for_all(processes, log):
                 plan = resolve(self.config, num_devices=processes.global_devices, **known)
                 if found:
-                    resume.check_same_run(*found, plan.config, datasets.train)
+                    with contextlib.suppress(DamagedCheckpointError):  # restoring falls back on the step before
+                        resume.check_same_run(*found, plan.config, datasets.train)
                 outcome = self._run(Program.build(plan), datasets, found, processes, log)
             stop(success=True)
         return outcome
@@ -118,9 +124,23 @@ class Trainer:
         with contextlib.ExitStack() as stack, _one_end_for_all(processes, log):
             if processes.process_id == 0:
                 _take(run_dir, stack, log)
-                (run_dir / "config.toml").write_text(config_to_toml(config))
+                found = resume.find_checkpoint(config)  # nobody else changes them from here on
                 log.open(run_dir / "log.txt")
+                _tidy(run_dir, log)
+                (run_dir / "config.toml").write_text(config_to_toml(config))
+            found = resume.agree(found)
             _announce(program, datasets, processes, log)
+            if found and found[1] >= _last_step(config):
+                directory, step = found
+                log.say(f"nothing is left to train: {directory} has step {step} of {_last_step(config)}")
+                return Outcome(
+                    reason=StopReason.NONE,
+                    step=step,
+                    loss=None,
+                    eval_loss=None,
+                    checkpoint=directory / str(step),
+                    run_dir=run_dir,
+                )
             if processes.num_processes > 1:
                 self_test(program.mesh)
             loop = _Loop(program, datasets, processes, log)
@@ -135,7 +155,7 @@ class _Pending:
 
     step: int
     metrics: dict[str, jax.Array]
-    vote: jax.Array | StopReason
+    vote: jax.Array | int
     ids: list[int]
     data_wait_s: float
 
@@ -147,22 +167,28 @@ class _Loop:
         self.program, self.datasets, self.processes, self.log = program, datasets, processes, log
         self.config = program.config
         self.place = Place()
-        self.last_step = min(self.config.train.steps, self.config.train.stop_at or self.config.train.steps)
+        self.last_step = _last_step(self.config)
         self.flops_per_token = training_flops_per_token(self.config.model, self.config.data.seq_len)
         gpu = find_gpu(processes.device_kind) if processes.platform == "gpu" else None
         self.peak_flops = gpu.peak_flops(self.config.precision.compute) if gpu else None
         self.loss: float | None = None
         self.eval_loss: float | None = None
+        self.evaluated_at: int | None = None
         self.stop = StopReason.NONE
+        self.save_voted = False
         self.skipped_in_a_row = 0
 
     def prepare(self, found: tuple[Path, int] | None, stack: contextlib.ExitStack) -> None:
         """Compile the steps, create or restore the state, open data, metrics and display."""
         config, program = self.config, self.program
-        train = config.train
-        self.store = stack.enter_context(Store(Path(config.run.dir) / "checkpoints", keep=config.checkpoint.keep))
-        for step, why in self.store.skipped():
-            self.log.warn(f"checkpoint of step {step} is passed over: {why}")
+        train, checkpoint = config.train, config.checkpoint
+        keep = Keep(
+            latest=checkpoint.keep,
+            every=checkpoint.keep_every or None,
+            best=checkpoint.keep_best,
+            metric=checkpoint.best_metric,
+        )
+        self.store = stack.enter_context(Store(Path(config.run.dir) / CHECKPOINTS, keep=keep))
         first_step = (found[1] if found else 0) + 1
         self.progress: Progress = stack.enter_context(
             open_progress(
@@ -209,28 +235,48 @@ class _Loop:
         self.vote = StopVote(program.mesh)
         meet("ready to train")
 
-    def _start(self, found: tuple[Path, int] | None) -> tuple[object, Place]:
+    def _start(self, found: tuple[Path, int] | None) -> tuple[TrainState, Place]:
         """State and place to go on from."""
         config, program = self.config, self.program
         if found:
-            directory, step = found
-            with Store(directory) as source:
-                state, place = resume.restore(source, step, program)
-            epoch, offset = place.position.epoch, place.position.offset
-            self.log.say(f"resumed from step {step} of {directory}, at sample {offset} of epoch {epoch}")
-            return state, place
+            return self._restore(*found)
+        if config.model.init_from and config.model.init_from.startswith(JAXPAR_PREFIX):
+            params, what = resume.restore_params(config.model.init_from.removeprefix(JAXPAR_PREFIX), program)
+            self.log.say(f"{what}; optimizer and step count start at 0")
+            return program.start_from(params), Place()
         if config.model.init_from:
-            directory = config.model.init_from.removeprefix("hf:")
+            directory = config.model.init_from.removeprefix(PREFIX)
             params = hf_params(directory, config.model, program.definition, program.mesh, config.precision.params)
             self.log.say(f"initial weights from {directory}; optimizer and step count start at 0")
             return program.start_from(params), Place()
         return program.init(config.run.seed), Place()
 
+    def _restore(self, directory: Path, step: int) -> tuple[TrainState, Place]:
+        """State and place of a checkpoint; of the one before it, where it turns out to be damaged."""
+        while True:
+            try:
+                resume.check_same_run(directory, step, self.config, self.datasets.train)
+                with Store(directory) as source:
+                    state, place = resume.restore(source, step, self.program)
+                break
+            except DamagedCheckpointError as error:
+                older = resume.find_older(self.config, directory, step)
+                if older is None or not error.agreed:
+                    raise
+                self.log.warn(f"checkpoint of step {step} is passed over: {error}")
+                if directory.absolute() == self.store.directory:
+                    self.store.set_aside(step)
+                    meet(f"step {step} set aside")
+                directory, step = older
+        epoch, offset = place.position.epoch, place.position.offset
+        self.log.say(f"resumed from step {step} of {directory}, at sample {offset} of epoch {epoch}")
+        return state, place
+
     def train(self, interrupts: Interrupts) -> Outcome:
         """Step until the last one, or until told to stop."""
         train, every = self.config.train, self.config.checkpoint.every
         pending: _Pending | None = None
-        self.clock = time.perf_counter()
+        self.clock = self.saved_at = time.perf_counter()
         if self.eval_step and self.place.step == 0:
             self._evaluate()
         for batch in self.loader:
@@ -239,15 +285,16 @@ class _Loop:
             started = _Pending(
                 step=step,
                 metrics=metrics,
-                vote=self.vote.cast(interrupts.reason),
+                vote=self.vote.cast(Ballot(interrupts.reason, self._save_is_due())),
                 ids=batch.ids.tolist() if self.config.observe.sample_ids else [],
                 data_wait_s=self.loader.wait_s,
             )
             self._finish(pending)
+            self.store.check()
             pending = started
             self.place = dataclasses.replace(self.place, step=step, position=batch.after)
             evaluates = self.eval_step and (step % train.eval_every == 0 or step == self.last_step)
-            saves = every and step % every == 0
+            saves = self.save_voted or (every and step % every == 0)
             if evaluates or saves or self.stop:
                 self._finish(pending)
                 pending = None
@@ -265,7 +312,8 @@ class _Loop:
         if pending is None:
             return
         metrics = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
-        self.stop = max(self.stop, StopReason(int(pending.vote)))
+        ballot = Ballot.of(pending.vote)
+        self.stop, self.save_voted = max(self.stop, ballot.reason), self.save_voted or ballot.save
         now = time.perf_counter()
         step_s, self.clock = now - self.clock, now
         self.loss = metrics["loss"]
@@ -335,20 +383,29 @@ class _Loop:
         sums = jax.device_get(sums)
         tokens = sum(float(s["tokens"]) for s in sums)
         self.eval_loss = sum(float(s["cross_entropy"]) for s in sums) / tokens if tokens else math.nan
+        self.evaluated_at = self.place.step
         self.progress.evaluation(self.place.step, self.eval_loss, int(tokens))
         if self.metrics:
             self.metrics.evaluation({"step": self.place.step, "eval_loss": self.eval_loss, "eval_tokens": int(tokens)})
         self.clock = time.perf_counter()
 
+    def _save_is_due(self) -> bool:
+        """Whether this process finds by its clock that it is time to save."""
+        minutes = self.config.checkpoint.every_minutes
+        return minutes > 0 and time.perf_counter() - self.saved_at >= 60 * minutes
+
     def _save(self) -> None:
         self.progress.phase(f"saving step {self.place.step}")
-        resume.save(self.store, self.program, self.state, self.place, self.datasets.train)
+        metrics = {"loss": self.loss, "eval_loss": self.eval_loss if self.evaluated_at == self.place.step else None}
+        resume.save(self.store, self.program, self.state, self.place, self.datasets.train, metrics)
+        self.save_voted, self.saved_at = False, time.perf_counter()
 
     def _leave(self) -> Outcome:
         """Save the last step, wait until it is on disk, and say where everything is."""
         self.store.wait()
         checkpoint = self.config.checkpoint
-        wanted = self.place.step and (checkpoint.final or (self.stop and checkpoint.every))
+        on_interruption = self.stop and (checkpoint.every or checkpoint.every_minutes)
+        wanted = self.place.step and (checkpoint.final or on_interruption)
         if wanted and self.place.step not in self.store.steps():
             self._save()
             self.store.wait()
@@ -363,6 +420,11 @@ class _Loop:
         )
 
 
+def _last_step(config: Config) -> int:
+    """The step after which this run ends."""
+    return min(config.train.steps, config.train.stop_at or config.train.steps)
+
+
 def _take(run_dir: Path, stack: contextlib.ExitStack, log: RunLog) -> None:
     """Create the run directory and keep other runs out of it."""
     try:
@@ -372,6 +434,15 @@ def _take(run_dir: Path, stack: contextlib.ExitStack, log: RunLog) -> None:
         message = f"cannot be created or written: {error.strerror or error}"
         remedy = "name a directory that can be, e.g. run.dir=runs/first"
         raise ConfigError([Problem(key="run.dir", value=str(run_dir), message=message, remedy=remedy)]) from error
+
+
+def _tidy(run_dir: Path, log: RunLog) -> None:
+    """Say which checkpoints are passed over and why, and make way for new ones."""
+    with Store(run_dir / CHECKPOINTS) as store:
+        for step, why in store.skipped():
+            log.warn(f"checkpoint of step {step} is passed over: {why}")
+        for done in store.tidy():
+            log.say(f"checkpoints: {done}")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
-"""Eight fake CPU devices for every test; set before anything imports JAX."""
+"""Eight fake CPU devices for every test, set before anything imports JAX; and no time limit on examples."""
 
 import os
+
+from hypothesis import settings
 
 FLAGS = {
     "--xla_force_host_platform_device_count": "8",
@@ -13,3 +15,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), *(f"{name}={value}" for name, value in FLAGS.items())]
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# A loaded machine is slow, and no property is about time.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")

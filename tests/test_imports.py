@@ -32,6 +32,8 @@ ORDER = (
     "checkpoint",
     "hf",
     "resume",
+    "reshard",
+    "convert",
     "runtime",
     "trainer",
     "experiments",

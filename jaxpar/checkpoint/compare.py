@@ -7,21 +7,13 @@ sides, in one message.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from types import MappingProxyType
 
 import numpy as np
 
+from jaxpar.checkpoint.tensors import ArrayType
 
-class ArrayType(Protocol):
-    """Anything with a shape and a dtype: an array, its abstract form, its metadata."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the dims."""
-
-    @property
-    def dtype(self) -> Any:
-        """Element type."""
+_NO_NOTES: Mapping[str, str] = MappingProxyType({})
 
 
 def array_type(leaf: ArrayType) -> str:
@@ -30,7 +22,12 @@ def array_type(leaf: ArrayType) -> str:
 
 
 def differences(
-    wanted: Mapping[str, ArrayType], stored: Mapping[str, ArrayType], *, limit: int | None = None, dtypes: bool = True
+    wanted: Mapping[str, ArrayType],
+    stored: Mapping[str, ArrayType],
+    *,
+    limit: int | None = None,
+    dtypes: bool = True,
+    notes: Mapping[str, str] = _NO_NOTES,
 ) -> list[str]:
     """One line per missing, unexpected, wrong-shape or wrong-dtype leaf.
 
@@ -39,13 +36,16 @@ def differences(
         stored: What the checkpoint holds, by name.
         limit: Lines per kind of difference; the rest is counted. None lists all.
         dtypes: Whether a different dtype is a difference.
+        notes: What to add to the line of a missing or wrong-shape leaf, by name.
     """
     both = [name for name in wanted if name in stored]
     kinds = {
-        "missing from the checkpoint": [f"{n}: {array_type(wanted[n])}" for n in wanted if n not in stored],
+        "missing from the checkpoint": [
+            f"{n}: {array_type(wanted[n])}{notes.get(n, '')}" for n in wanted if n not in stored
+        ],
         "unexpected in the checkpoint": [f"{n}: {array_type(stored[n])}" for n in stored if n not in wanted],
         "wrong shape": [
-            f"{n}: {array_type(stored[n])} in the checkpoint, {array_type(wanted[n])} expected"
+            f"{n}: {array_type(stored[n])} in the checkpoint, {array_type(wanted[n])} expected{notes.get(n, '')}"
             for n in both
             if tuple(stored[n].shape) != tuple(wanted[n].shape)
         ],

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.checkpoint.compare import differences
 from jaxpar.checkpoint.paths import LeafPath, leaves_by_path, nested, path_string
@@ -24,8 +25,11 @@ StoredShapes = Mapping[str, Sequence[int]]
 UNPADDED: StoredShapes = MappingProxyType({})
 """Every leaf has the same shape in memory and on disk."""
 
-FORMAT_VERSION = 1
-"""Version of the layout on disk and of the metadata's own keys. Readers refuse newer ones."""
+FORMAT_VERSION = 2
+"""Version of the layout on disk and of the metadata's own keys. Readers refuse newer ones and read older ones.
+
+1: no checksums. 2: the commit mark has a checksum of every array, CRCs of files, the step and its metrics.
+"""
 
 _OWN_KEYS = ("format_version", "step")
 
@@ -87,6 +91,8 @@ def misfits(
     stored: Mapping[str, jax.ShapeDtypeStruct],
     stored_shapes: StoredShapes,
     ignore: Collection[str],
+    *,
+    cast: bool,
 ) -> list[str]:
     """Everything that keeps the stored leaves from being the targets, one line each.
 
@@ -97,6 +103,7 @@ def misfits(
         stored: What is on disk, by leaf name.
         stored_shapes: Shapes on disk of padded targets.
         ignore: Sections that may be on disk without being asked for.
+        cast: Whether another float type on disk is no misfit.
     """
     _refuse_unknown(stored_shapes, targets)
     asked = dict.fromkeys(map(_section, targets))
@@ -109,12 +116,19 @@ def misfits(
             lines.append(f"target without sharding: {name}")
         if name in stored_shapes:
             _check_fits(name, leaf.shape, stored_shapes[name])
-        expected[name] = jax.ShapeDtypeStruct(tuple(stored_shapes.get(name, leaf.shape)), leaf.dtype)
+        dtype = leaf.dtype
+        if cast and name in stored and _both_float(stored[name].dtype, dtype):
+            dtype = stored[name].dtype
+        expected[name] = jax.ShapeDtypeStruct(tuple(stored_shapes.get(name, leaf.shape)), dtype)
     common = asked.keys() & held.keys()
     return lines + differences(
         {name: leaf for name, leaf in expected.items() if _section(name) in common},
         {name: leaf for name, leaf in stored.items() if _section(name) in common},
     )
+
+
+def _both_float(*dtypes: Any) -> bool:
+    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
 
 
 def _section(name: str) -> str:

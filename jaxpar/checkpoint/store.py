@@ -14,16 +14,20 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import commit
+from jaxpar.checkpoint.checksum import array_checksums, to_text
+from jaxpar.checkpoint.commit import Keep
 from jaxpar.checkpoint.contents import (
     FORMAT_VERSION,
     UNPADDED,
@@ -33,7 +37,7 @@ from jaxpar.checkpoint.contents import (
     misfits,
     sections_by_path,
 )
-from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from jaxpar.checkpoint.paths import leaves_by_path, nested, path_string
 
 CHUNK_BYTES = 32 * 2**20
@@ -44,6 +48,8 @@ _LAYER_CHUNK_BYTES = 2**20
 
 _REPLICA_SLICE_BYTES = 2**20
 
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
+
 
 class Store:
     """A directory of checkpoints, one per step.
@@ -52,25 +58,39 @@ class Store:
     others may read.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = None):
+    def __init__(self, directory: str | os.PathLike[str], *, keep: Keep | int | None = None):
         """Opens a directory; it need not exist yet, and nothing is written before the first save.
 
         Args:
             directory: Path on a file system that all processes share.
-            keep: How many of the newest complete steps a save leaves; None keeps all.
+            keep: Which complete steps a save leaves, or how many of the newest; None keeps all.
         """
         if "://" in os.fspath(directory):
             raise CheckpointError(
                 f"{os.fspath(directory)}: object stores are not supported yet; give a file system path"
             )
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; None keeps all")
         self.directory = Path(directory).absolute()
-        self._keep = keep
+        self._keep = keep if isinstance(keep, Keep) else Keep(latest=keep)
+        if self._keep.latest is not None and self._keep.latest < 1:
+            raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; None keeps all")
         self._saving: int | None = None
         self._saved: concurrent.futures.Future[None] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._tidy = False
+
+    def tidy(self) -> list[str]:
+        """Removes what interrupted saves left and sets damaged steps aside; returns what was done, a line each.
+
+        Only for the run that writes here, before it restores. Not collective: process 0 does it.
+        """
+        done = commit.tidy(self.directory) if jax.process_index() == 0 else []
+        self._tidy = True
+        return done
+
+    def set_aside(self, step: int) -> None:
+        """Renames a complete step that turned out to be damaged, so that it can be saved again. Process 0 does it."""
+        if jax.process_index() == 0 and (self.directory / str(step)).exists():
+            commit.set_aside(self.directory / str(step))
 
     def save(
         self,
@@ -79,6 +99,7 @@ class Store:
         metadata: Mapping[str, Any],
         *,
         stored_shapes: StoredShapes = UNPADDED,
+        metrics: Mapping[str, float] = NO_METRICS,
     ) -> None:
         """Starts to save; returns when the arrays may be changed or donated, while writing goes on in the background.
 
@@ -90,6 +111,7 @@ class Store:
             metadata: What JSON can hold, for ``metadata(step)``: data position, seeds, resolved config, ...
             stored_shapes: Shape on disk by leaf (``"params/embedding"``), for leaves padded in memory; what lies
                 outside is not saved.
+            metrics: Finite numbers by name, for ``Keep.best``.
 
         Raises:
             CheckpointError: This or the previous save failed; names the last good checkpoint. Or the step is already
@@ -100,6 +122,7 @@ class Store:
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"step = {step!r}: the number of a checkpoint is an int of at least 0")
         arrays = arrays_to_store(state, stored_shapes)
+        named = _named(arrays)
         custom_metadata = metadata_to_store(step, metadata)
         if step in self.steps():
             raise CheckpointError(f"{self.directory} already holds a complete checkpoint of step {step}")
@@ -107,8 +130,9 @@ class Store:
             if jax.process_index() == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 if not self._tidy:
-                    commit.remove_remnants(self.directory)
+                    commit.tidy(self.directory)
             self._tidy = True
+            checksums = array_checksums(named, UNPADDED)
             with _saving_context():
                 response = ocp.save_checkpointables_async(
                     self.directory / str(step), arrays, overwrite=True, custom_metadata=custom_metadata
@@ -116,7 +140,12 @@ class Store:
         except Exception as error:  # Orbax raises many kinds; whatever it was, this checkpoint does not exist
             raise self._save_failed(step, error) from error
         self._saving = step
-        self._saved = self._thread.submit(self._finish, step, response)
+        self._saved = self._thread.submit(self._finish, step, response, list(named), checksums, dict(metrics))
+
+    def check(self) -> None:
+        """Raises the error of the save in the background, if it has failed on this process by now. Does not wait."""
+        if self._saved is not None and self._saved.done() and self._saved.exception() is not None:
+            self.wait()
 
     def wait(self) -> None:
         """Waits for the save in progress, if any.
@@ -180,6 +209,7 @@ class Store:
 
         Raises:
             CheckpointError: There is no such complete step, or a newer jaxpar wrote it.
+            DamagedCheckpointError: The metadata is damaged.
         """
         return dict(self._stored(step).custom_metadata)
 
@@ -204,6 +234,8 @@ class Store:
         *,
         stored_shapes: StoredShapes = UNPADDED,
         ignore: Collection[str] = (),
+        verify: bool = True,
+        cast: bool = False,
     ) -> dict[str, Any]:
         """Reads a state onto the target shardings, each device only what it holds.
 
@@ -212,41 +244,71 @@ class Store:
             abstract_state: Sections by name, each a pytree of ``jax.ShapeDtypeStruct`` with sharding.
             stored_shapes: Shape on disk by leaf, for leaves padded in memory; the rest is filled with zeros.
             ignore: Sections that are in the checkpoint and stay there, such as ``{"optimizer"}`` to read params only.
+            verify: Whether the checksums of the arrays, computed on the devices, are compared with the saved ones.
+                Steps of format version 1 have none.
+            cast: Whether a leaf of another float type is converted to its target's; otherwise that is an error.
 
         Returns:
             ``abstract_state`` with arrays in place of the leaves, of exactly that shape, dtype and sharding.
 
         Raises:
             CheckpointError: One message, before any data is read, with every missing, unexpected, wrong-shape and
-                wrong-dtype leaf, every missing section, every target without sharding. Or the data cannot be read.
+                wrong-dtype leaf, every missing section, every target without sharding.
+            DamagedCheckpointError: The data cannot be read, or is not what was saved; names the leaves.
         """
         self.wait()
         stored = self.leaves(step)
         sections = sections_by_path(abstract_state)
         targets = {path_string(s, path): leaf for s, leaves in sections.items() for path, leaf in leaves.items()}
-        if problems := misfits(targets, stored, stored_shapes, ignore):
+        if problems := misfits(targets, stored, stored_shapes, ignore, cast=cast):
             raise CheckpointError(
                 f"step {step} of {self.directory} does not fit this run; nothing was read:\n  "
                 + "\n  ".join(problems)
                 + "\n-> use the model, optimizer and precision settings that wrote it (they are in its metadata)"
             )
+        as_stored = {
+            section: {
+                path: _with_dtype(leaf, stored[path_string(section, path)].dtype) for path, leaf in leaves.items()
+            }
+            for section, leaves in sections.items()
+        }
         padded = any(tuple(shape) != tuple(targets[name].shape) for name, shape in stored_shapes.items())
-        loaded = self._load(step, {s: nested(leaves) for s, leaves in sections.items() if leaves}, padded)
+        loaded = self._load(step, {s: nested(leaves) for s, leaves in as_stored.items() if leaves}, padded)
+        named = _named(loaded)
+        if verify:
+            self._compare_checksums(step, named, stored_shapes)
         state = {}
         for section, tree in abstract_state.items():
-            arrays = leaves_by_path(loaded.get(section, {}), section)
-            state[section] = jax.tree.unflatten(jax.tree.structure(tree), [arrays[path] for path in sections[section]])
+            arrays = [_cast(named[path_string(section, path)], leaf) for path, leaf in sections[section].items()]
+            state[section] = jax.tree.unflatten(jax.tree.structure(tree), arrays)
         return state
 
-    def _finish(self, step: int, response: ocp.AsyncResponse[None]) -> None:
+    def _compare_checksums(self, step: int, arrays: Mapping[str, jax.Array], stored_shapes: StoredShapes) -> None:
+        mark = commit.read_commit_mark(self.directory / str(step))
+        if mark is None or not mark.checksums or not arrays:
+            return
+        found = np.asarray(array_checksums(arrays, stored_shapes))
+        changed = [name for name, sums in zip(arrays, found, strict=True) if to_text(sums) != mark.checksums.get(name)]
+        if changed:
+            raise self._unreadable(step, f"checksums differ: the data of {', '.join(changed)} is not what was saved")
+
+    def _finish(
+        self,
+        step: int,
+        response: ocp.AsyncResponse[None],
+        names: Sequence[str],
+        checksums: jax.Array,
+        metrics: Mapping[str, float],
+    ) -> None:
         """Runs in the background: the last of a save, and the removal of old steps."""
         response.result()
         if jax.process_index() != 0:
             return
-        commit.write_commit_mark(self.directory / str(step))
-        if self._keep is not None:
+        texts = dict(zip(names, map(to_text, np.asarray(checksums)), strict=True))
+        commit.write_commit_mark(self.directory / str(step), checksums=texts, metrics=metrics)
+        if self._keep.latest is not None:
             try:
-                commit.remove_old(self.directory, keep=self._keep, saved=step)
+                commit.remove_old(self.directory, self._keep, saved=step)
             except OSError as error:
                 raise CheckpointError(
                     f"step {step} is saved in {self.directory}, but older checkpoints could not be removed: {error}"
@@ -268,16 +330,20 @@ class Store:
         if step not in complete:
             why = skipped.get(step, "it does not exist")
             there = f"complete steps: {', '.join(map(str, complete))}" if complete else "it has no complete step"
-            raise CheckpointError(f"step {step} of {self.directory} cannot be read: {why}; {there}")
-        stored = ocp.checkpointables_metadata(self.directory / str(step))
+            kind = DamagedCheckpointError if step in skipped else CheckpointError
+            raise kind(f"step {step} of {self.directory} cannot be read: {why}; {there}")
+        step_directory = self.directory / str(step)
+        stored = ocp.checkpointables_metadata(step_directory)
         version = (stored.custom_metadata or {}).get("format_version")
-        if not isinstance(version, int):
-            raise CheckpointError(f"step {step} of {self.directory} was not written by jaxpar (no format_version)")
-        if version > FORMAT_VERSION:
+        if isinstance(version, int) and version > FORMAT_VERSION:
             raise CheckpointError(
                 f"step {step} of {self.directory} has format version {version}; this jaxpar reads up to "
                 f"{FORMAT_VERSION}\n-> read it with the newer jaxpar that wrote it"
             )
+        for damage in commit.content_faults(step_directory, data=False):
+            raise self._unreadable(step, damage)
+        if not isinstance(version, int):
+            raise CheckpointError(f"step {step} of {self.directory} was not written by jaxpar (no format_version)")
         return stored
 
     def _load(self, step: int, abstract: dict[str, Any], padded: bool) -> dict[str, Any]:
@@ -294,13 +360,48 @@ class Store:
             while cause.__cause__ is not None:  # Orbax wraps the storage error, which names leaf and file
                 cause = cause.__cause__
             message = str(cause).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
-            raise self._unreadable(step, f"{type(cause).__name__}: {message}") from error
+            agreed = jax.process_count() == 1
+            raise self._unreadable(step, f"{type(cause).__name__}: {message}", agreed=agreed) from error
 
-    def _unreadable(self, step: int, reason: str) -> CheckpointError:
+    def _unreadable(self, step: int, reason: str, *, agreed: bool = True) -> DamagedCheckpointError:
         others = ", ".join(str(other) for other in self.steps() if other != step) or "there is none"
-        return CheckpointError(
-            f"step {step} of {self.directory} cannot be read: {reason}\n-> resume from another step: {others}"
+        return DamagedCheckpointError(
+            f"step {step} of {self.directory} cannot be read: {reason}\n-> resume from another step: {others}",
+            agreed=agreed,
         )
+
+
+def _named(sections: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Leaves by name of nested sections."""
+    return {
+        path_string(section, path): leaf
+        for section, tree in sections.items()
+        for path, leaf in leaves_by_path(tree, section).items()
+    }
+
+
+def _with_dtype(leaf: jax.ShapeDtypeStruct, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+
+def _cast(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    return array if array.dtype == target.dtype else array.astype(target.dtype)
+
+
+def write_skeleton(directory: Path, num_dims: Mapping[str, int], metadata: Mapping[str, Any]) -> None:
+    """Writes a step whose every array has one element: all that Orbax puts around arrays, for others to fill.
+
+    Args:
+        directory: The step directory; must not exist.
+        num_dims: Number of dims of every array, by leaf name.
+        metadata: Custom metadata, with ``step`` and ``format_version`` in it.
+    """
+    sections: dict[str, dict[tuple[str, ...], np.ndarray]] = {}
+    for name, dims in num_dims.items():
+        section, *path = name.split("/")
+        sections.setdefault(section, {})[tuple(path)] = jnp.zeros((1,) * dims)
+    trees = {section: nested(leaves) for section, leaves in sections.items()}
+    ocp.save_checkpointables(directory, trees, custom_metadata=dict(metadata))
 
 
 def _saving_context() -> ocp.Context:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.config import FAMILIES, MOE_PRESETS, PRESETS, ConfigError, LoadedConfig, Problem, load_with_sources
+from jaxpar.config import FAMILIES, PRESETS, ConfigError, LoadedConfig, Problem, load_with_sources
 from jaxpar.config.overrides import split_path
 from jaxpar.config.reference import reference_page
 from jaxpar.config.toml_text import toml_lines
@@ -102,11 +102,12 @@ def _print_presets(as_json: bool) -> None:
                 "num_kv_heads": model.num_kv_heads,
                 "head_dim": model.head_dim,
                 "mlp_dim": model.mlp_dim,
-                "trains": FAMILIES[model.family].trainable,
+                "num_experts": model.num_experts,
+                "trains": FAMILIES[model.family].trainable and not model.num_experts,
             }
         )
     if as_json:
-        typer.echo(json.dumps({"presets": rows, "not_yet": sorted(MOE_PRESETS)}, indent=2))
+        typer.echo(json.dumps({"presets": rows}, indent=2))
         return
     table = Table(box=None, pad_edge=False)
     for heading, value in rows[0].items():
@@ -118,4 +119,3 @@ def _print_presets(as_json: bool) -> None:
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     console.print(table)
-    console.print("Mixture-of-experts models, not yet: " + ", ".join(sorted(MOE_PRESETS)), highlight=False)

@@ -6,11 +6,13 @@ import sys
 
 import typer
 
+from jaxpar.cli.checkpoints import inspect, reshard, verify_checkpoint
 from jaxpar.cli.config import config
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
+from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
+from jaxpar.cli.plan import plan
 from jaxpar.cli.schedule import schedule
 from jaxpar.cli.train import EPILOG, train
-from jaxpar.config import ConfigError
 
 app = typer.Typer(
     name="jaxpar",
@@ -23,18 +25,30 @@ app = typer.Typer(
 )
 app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
+app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
+app.command("inspect")(inspect)
+app.command("verify-checkpoint")(verify_checkpoint)
+app.command("reshard")(reshard)
+
+EXIT_CODES = {
+    "ConfigError": BAD_INPUT,
+    "NoCheckpointError": BAD_INPUT,
+    "CheckpointError": FAILED,
+    "DamagedCheckpointError": FAILED,
+    "RunFailed": FAILED,
+    "StartError": FAILED,
+}
+"""Errors whose message is all that a user needs, by name: their modules may need JAX, which is not imported here."""
 
 
 def main() -> None:
     """Run the command and leave with its exit code. What the user can mend is told without a traceback."""
     try:
         app()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
     except Exception as error:
-        if type(error).__name__ not in ("RunFailed", "StartError", "CheckpointError"):
+        code = EXIT_CODES.get(type(error).__name__)
+        if code is None:
             raise
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(FAILED)
+        sys.exit(code)

@@ -3,7 +3,7 @@
 from jaxpar.config.errors import NO_VALUE, ConfigError, Problem
 from jaxpar.config.families import FAMILIES, Family
 from jaxpar.config.load import LoadedConfig, load_config, load_with_sources
-from jaxpar.config.presets import MOE_PRESETS, PRESETS
+from jaxpar.config.presets import PRESETS
 from jaxpar.config.schema import AXES, BYTE_VOCAB_SIZE, Config
 from jaxpar.config.toml_text import config_to_toml
 
@@ -11,7 +11,6 @@ __all__ = [
     "AXES",
     "BYTE_VOCAB_SIZE",
     "FAMILIES",
-    "MOE_PRESETS",
     "NO_VALUE",
     "PRESETS",
     "Config",

@@ -12,7 +12,7 @@ REQUIRED_DIMS = ("embed_dim", "num_layers", "num_heads", "mlp_dim")
 
 
 def with_derived_dims(model: ModelConfig) -> ModelConfig:
-    """The model with ``num_kv_heads`` and ``head_dim`` of 0 replaced by what they mean.
+    """The model with ``num_kv_heads``, ``head_dim`` and ``expert_mlp_dim`` of 0 replaced by what they mean.
 
     ``head_dim`` stays 0 where ``embed_dim`` does not divide by ``num_heads``; :func:`dims_problems` names that.
     """
@@ -20,7 +20,8 @@ def with_derived_dims(model: ModelConfig) -> ModelConfig:
     head_dim = model.head_dim
     if not head_dim and model.num_heads and model.embed_dim % model.num_heads == 0:
         head_dim = model.embed_dim // model.num_heads
-    return dataclasses.replace(model, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    expert_mlp_dim = model.expert_mlp_dim or (model.mlp_dim if model.num_experts else 0)
+    return dataclasses.replace(model, num_kv_heads=num_kv_heads, head_dim=head_dim, expert_mlp_dim=expert_mlp_dim)
 
 
 def dims_problems(model: ModelConfig) -> list[Problem]:

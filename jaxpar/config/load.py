@@ -148,6 +148,8 @@ def _derive(config: Config, sources: dict[str, str]) -> Config:
         sources["model.num_kv_heads"] = "model.num_heads"
     if model.head_dim != config.model.head_dim:
         sources["model.head_dim"] = "model.embed_dim / model.num_heads"
+    if model.expert_mlp_dim != config.model.expert_mlp_dim:
+        sources["model.expert_mlp_dim"] = "model.mlp_dim"
     if model.vocab_size == 0 and config.data.tokenizer == "bytes":
         model = dataclasses.replace(model, vocab_size=BYTE_VOCAB_SIZE)
         sources["model.vocab_size"] = 'data.tokenizer = "bytes"'

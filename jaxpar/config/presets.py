@@ -35,6 +35,8 @@ _LLAMA_3_2 = _LLAMA_3 | {
 }
 _QWEN_2_5 = {"family": "qwen2", "norm_eps": 1e-6, "rope_theta": 1e6}
 _QWEN_3 = {"family": "qwen3", "vocab_size": 151936, "norm_eps": 1e-6, "rope_theta": 1e6}
+_MIXTRAL = {"family": "llama", "norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "top_k": 2}
+_QWEN_3_MOE = _QWEN_3 | {"num_experts": 128, "top_k": 8}
 _GEMMA = {
     "family": "gemma",
     "vocab_size": 256000,
@@ -83,29 +85,27 @@ _SETTINGS: dict[str, dict[str, object]] = {
     "qwen2.5-7b": _QWEN_2_5 | {"vocab_size": 152064} | _dims(3584, 28, 28, 4, 128, 18944),
     "qwen3-0.6b": _QWEN_3 | {"tie_embeddings": True} | _dims(1024, 28, 16, 8, 128, 3072),
     "qwen3-8b": _QWEN_3 | _dims(4096, 36, 32, 8, 128, 12288),
+    "mixtral-8x7b": _MIXTRAL | {"vocab_size": 32000, "expert_mlp_dim": 14336} | _dims(4096, 32, 32, 8, 128, 14336),
+    "mixtral-8x22b": _MIXTRAL | {"vocab_size": 32768, "expert_mlp_dim": 16384} | _dims(6144, 56, 48, 8, 128, 16384),
+    "qwen3-30b-a3b": _QWEN_3_MOE | {"expert_mlp_dim": 768} | _dims(2048, 48, 32, 4, 128, 6144),
+    "qwen3-235b-a22b": _QWEN_3_MOE | {"expert_mlp_dim": 1536} | _dims(4096, 94, 64, 4, 128, 12288),
 }
 
 PRESETS: Mapping[str, Preset] = types.MappingProxyType(
     {name: Preset(name=name, settings=types.MappingProxyType(settings)) for name, settings in _SETTINGS.items()}
 )
-"""Dense models by public name."""
-
-MOE_PRESETS: frozenset[str] = frozenset({"mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"})
-"""Mixture-of-experts models that are known by name and refused: not yet."""
+"""Models by public name."""
 
 
 def find_preset(name: str) -> Preset:
     """The preset of a public name.
 
     Raises:
-        ConfigError: Unknown name, with the nearest known one; or a mixture-of-experts model, which is not there yet.
+        ConfigError: Unknown name, with the nearest known one.
     """
     if name in PRESETS:
         return PRESETS[name]
-    if name in MOE_PRESETS:
-        message, remedy = "mixture-of-experts models: not yet", "dense presets work: " + ", ".join(PRESETS)
-    else:
-        message, nearest = "no such preset", nearest_name(name, [*PRESETS, *MOE_PRESETS])
-        remedy = f"did you mean {nearest}? " if nearest else ""
-        remedy += "`jaxpar config --presets` lists all: " + ", ".join(PRESETS)
-    raise ConfigError([Problem(key="model.preset", value=name, message=message, remedy=remedy)])
+    nearest = nearest_name(name, PRESETS)
+    remedy = f"did you mean {nearest}? " if nearest else ""
+    remedy += "`jaxpar config --presets` lists all: " + ", ".join(PRESETS)
+    raise ConfigError([Problem(key="model.preset", value=name, message="no such preset", remedy=remedy)])

@@ -1,4 +1,4 @@
-"""The layer of settings that a Hugging Face directory brings, and how it meets what the user wrote."""
+"""The layer of settings that pretrained weights bring, and how it meets what the user wrote."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jaxpar.config.checkpoints import JAXPAR_PREFIX, find_metadata, read_checkpoint_model
 from jaxpar.config.dims import REQUIRED_DIMS
 from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.huggingface import PREFIX, SHAPE_SETTINGS, read_model_settings
@@ -14,21 +15,27 @@ from jaxpar.config.layers import Layer, Setting, merge
 
 
 def pretrained_layer(settings: Layer, problems: list[Problem]) -> Layer:
-    """Settings of the Hugging Face directory that ``model.init_from`` names; empty if it names none.
+    """Settings of the weights that ``model.init_from`` names; empty if it names none.
 
     Args:
         settings: Everything else that is set.
-        problems: Collects what stands against the directory's config.json.
+        problems: Collects what stands against the settings found there.
     """
     init_from = settings["model.init_from"].value if "model.init_from" in settings else None
-    if not isinstance(init_from, str) or not init_from.startswith(PREFIX):
+    if not isinstance(init_from, str) or not init_from.startswith((PREFIX, JAXPAR_PREFIX)):
         return {}
-    directory = init_from.removeprefix(PREFIX)
-    path = Path(directory) / "config.json"
-    if not path.exists() and all(f"model.{name}" in settings for name in REQUIRED_DIMS):
+    has_dims = all(f"model.{name}" in settings for name in REQUIRED_DIMS)
+    if init_from.startswith(JAXPAR_PREFIX):
+        path = find_metadata(init_from.removeprefix(JAXPAR_PREFIX))
+        read, source = read_checkpoint_model, f"{JAXPAR_PREFIX}{path}"
+    else:
+        path = Path(init_from.removeprefix(PREFIX)) / "config.json"
+        path = path if path.exists() else None
+        read, source = read_model_settings, f"{PREFIX}{path}"
+    if path is None and has_dims:
         return {}  # a run's own config.toml stays readable; whether the weights are there is a rule of the plan
     try:
-        return model_layer(read_model_settings(directory), f"{PREFIX}{path}")
+        return model_layer(read(init_from.partition(":")[2]), source)
     except ConfigError as error:
         problems += error.problems
         return {}
@@ -63,7 +70,7 @@ def contradictions(pretrained: Layer, preset: Layer, explicit: Layer) -> Iterato
         if wrong:
             listed = ", ".join(f"{name} {ours.get(name)!r} against {theirs[name]!r}" for name in wrong)
             message = f"is another model than {source}: {listed}"
-            remedy = "remove model.preset; the checkpoint's config.json has it all"
+            remedy = "remove model.preset; the weights bring their own dimensions"
             yield Problem(key="model.preset", value=explicit["model.preset"].value, message=message, remedy=remedy)
 
 

@@ -17,7 +17,7 @@ directory.
 Overrides on the command line win over the file: `jaxpar train configs/x.toml mesh.fsdp=8 'data.paths=["a.txt"]'`. The
 right side is a TOML value; strings need no quotes, and the bare word `none` clears a key that may be absent.
 
-The order, later wins: defaults, `model.preset`, the config.json of `model.init_from = "hf:DIR"`, file, overrides.
+The order, later wins: defaults, `model.preset`, the model of `model.init_from`, file, overrides.
 
 `jaxpar config CONFIG [KEY=VALUE...]` prints the resolved config and where each value came from;
 `jaxpar config --presets` lists the models that `model.preset` knows.

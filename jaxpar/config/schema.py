@@ -77,6 +77,17 @@ class ModelConfig:
     """Width of one head; 0 means embed_dim / num_heads."""
     mlp_dim: NonNegative = 0
     """Width of the MLP's hidden layer."""
+    num_experts: NonNegative = 0
+    """Routed experts of each mixture-of-experts block; 0: a dense model. Planned by ``jaxpar plan``; training: not
+    yet."""
+    top_k: NonNegative = 0
+    """Routed experts that each token uses; at least 1 and at most num_experts."""
+    expert_mlp_dim: NonNegative = 0
+    """Width of one expert's hidden layer; 0 means mlp_dim."""
+    num_shared_experts: NonNegative = 0
+    """Experts that every token uses besides the routed ones, each expert_mlp_dim wide."""
+    first_dense_layers: NonNegative = 0
+    """Leading blocks with a dense MLP of mlp_dim instead of experts."""
     max_positions: NonNegative = 0
     """Length of the learned position table (gpt2); 0 for RoPE families, which have none."""
     tie_embeddings: Bool = False
@@ -91,8 +102,9 @@ class ModelConfig:
     """Standard deviation of the initial weights; projections back into the residual stream use
     init_std / sqrt(2 num_layers)."""
     init_from: str | None = None
-    """Start from these weights instead of random ones: "hf:DIR" reads a Hugging Face directory (config.json and
-    safetensors), whose dimensions then need not be given here."""
+    """Start from these weights instead of random ones, at step 0 with an empty optimizer: "hf:DIR" reads a Hugging Face
+    directory (config.json and safetensors), "jaxpar:DIR" a run, its checkpoints or one step. The dimensions then need
+    not be given here."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -100,16 +112,16 @@ class MeshConfig:
     """Devices per mesh axis. The product must equal the device count; one axis may be -1 ("the rest")."""
 
     pipeline: Int = 1
-    """Pipeline stages. Not yet: must be 1."""
+    """Pipeline stages. Planned by ``jaxpar plan``; training: not yet."""
     data: Int = 1
     """Replicas whose gradients are all-reduced; with fsdp above 1 this is hybrid sharding (data across nodes, fsdp
     inside)."""
     fsdp: Int = 1
     """Devices that shard parameters, gradients and optimizer state; weights are gathered block by block."""
     expert: Int = 1
-    """Devices that shard the experts. Not yet: must be 1."""
+    """Devices that shard the experts. Planned by ``jaxpar plan``; training: not yet."""
     context: Int = 1
-    """Devices that shard the sequence in attention. Not yet: must be 1."""
+    """Devices that shard the sequence in attention. Planned by ``jaxpar plan``; training: not yet."""
     tensor: Int = 1
     """Devices that shard heads, MLP width and vocabulary (and, between blocks, the sequence); keep it inside one NVLink
     domain."""
@@ -121,10 +133,10 @@ class MeshConfig:
 class PipelineConfig:
     """Pipeline schedule; used when mesh.pipeline is above 1."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
-    """Order of forward and backward microbatches; ``jaxpar schedule`` draws each. Not yet: mesh.pipeline must be 1."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Order of forward and backward microbatches. Planned by ``jaxpar plan``; training: not yet."""
     chunks: Positive = 1
-    """Chunks of layers per stage; interleaved and breadth_first need at least 2. Not yet: mesh.pipeline must be 1."""
+    """Chunks of layers per stage; only the interleaved schedule has more than 1, and it needs at least 2."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -243,16 +255,27 @@ class CheckpointConfig:
     """Saving and resuming the whole training state."""
 
     every: NonNegative = 500
-    """Steps between checkpoints; 0: only at the end and on interruption."""
+    """Steps between checkpoints; 0: only at the end, on interruption and by the clock."""
+    every_minutes: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Minutes between checkpoints, whatever the steps; 0: not by the clock. Any save starts the minutes anew."""
     final: Bool = True
-    """Whether a run that ends or is interrupted saves its last step; false with every = 0 writes no checkpoint at
-    all."""
+    """Whether a run that ends or is interrupted saves its last step; false with every = 0 and every_minutes = 0 writes
+    no checkpoint at all."""
     keep: Positive = 3
     """Number of newest checkpoints that are kept."""
+    keep_every: NonNegative = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    keep_best: NonNegative = 0
+    """Number of checkpoints with the lowest best_metric that are kept besides; 0: none."""
+    best_metric: Literal["eval_loss", "loss"] = "eval_loss"
+    """What keep_best compares: the validation loss at the step (steps without one do not compete), or the step's
+    training loss."""
+    verify: Bool = True
+    """Whether arrays that are restored are compared with the checksums that were saved with them."""
     resume: str = "auto"
-    """auto: from the run's newest checkpoint if there is one. never: a run directory with checkpoints is an error.
-    must: none is an error. Else the path of a checkpoints directory, from which a run without checkpoints of its own
-    starts."""
+    """auto: from the run's newest whole checkpoint if there is one. never: a run directory with checkpoints is an
+    error. must: none is an error. Else the path of a run, its checkpoints or one step, from which a run without
+    checkpoints of its own starts."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

@@ -12,7 +12,7 @@ from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.layers import Layer, flatten
 
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
-_ASSIGNMENT = re.compile(r"\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
+_ASSIGNMENT = re.compile(r"\s*([A-Za-z0-9_/\-.\"' ]+?)\s*=")
 _STRINGS_AND_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|\'[^\']*\'|#.*')
 _AT_LINE = re.compile(r"\s*\(at line (\d+), column (\d+)\)|\s*\(at end of document\)")
 
@@ -27,11 +27,11 @@ def read_toml(path: str | os.PathLike, problems: list[Problem]) -> Layer:
     Raises:
         ConfigError: The file is missing, unreadable or not TOML; nothing more can be said about it then.
     """
-    text = _read_text(Path(path))
+    text = read_text(Path(path))
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError([_syntax_problem(Path(path), text, error)]) from None
+        raise ConfigError([syntax_problem(Path(path), text, error)]) from None
     lines = key_lines(text)
 
     def source_of(key: str) -> str:
@@ -71,7 +71,12 @@ def _dotted(text: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in text.split("."))
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: It is missing or unreadable; the message lists config files that exist.
+    """
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -91,7 +96,8 @@ def _missing_file(path: Path) -> Problem:
     return Problem(key=str(path), message=f"no such config file (looked in {Path.cwd()})", remedy=remedy)
 
 
-def _syntax_problem(path: Path, text: str, error: Exception) -> Problem:
+def syntax_problem(path: Path, text: str, error: Exception) -> Problem:
+    """What keeps a text from being TOML, with its line."""
     position = _AT_LINE.search(str(error))
     reason = _AT_LINE.sub("", str(error)) if isinstance(error, ValueError) else "nested too deeply"
     if position and position[1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from jaxpar.config.checkpoints import JAXPAR_PREFIX
 from jaxpar.config.huggingface import PREFIX
 from jaxpar.config.keys import KEYS, SECTIONS
 from jaxpar.config.presets import PRESETS
@@ -46,7 +47,7 @@ def _table_lines(table: str, value: object, model: ModelConfig) -> Iterator[tupl
 def _brings_rope_scaling(model: ModelConfig) -> bool:
     preset = PRESETS.get(model.preset or "")
     has_scaling = preset is not None and "rope_scaling" in preset.settings
-    return has_scaling or (model.init_from or "").startswith(PREFIX)
+    return has_scaling or (model.init_from or "").startswith((PREFIX, JAXPAR_PREFIX))
 
 
 def toml_value(value: bool | int | float | str | tuple) -> str:

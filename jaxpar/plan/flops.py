@@ -27,8 +27,9 @@ CONVENTIONS: Mapping[Convention, str] = MappingProxyType(
 def training_flops_per_token(model: ModelConfig, seq_len: int, convention: Convention = "A") -> int:
     """FLOPs that one token costs in one training step.
 
-    A: 6 (P - V D) + 6 L S H h. P all parameters, V D the embedding lookup, which is not a product; a tied matrix stays,
-    because it is the head's product, and learned positions go like the embedding. H h is the width of all heads.
+    A: 6 (P - V D) + 6 L S H h. P parameters that a token uses (all of a dense model), V D the embedding lookup, which
+    is not a product; a tied matrix stays, because it is the head's product, and learned positions go like the
+    embedding. H h is the width of all heads.
     B: 6 P + 12 L S D.
 
     Args:
@@ -42,12 +43,13 @@ def training_flops_per_token(model: ModelConfig, seq_len: int, convention: Conve
     """
     count = count_parameters(model)
     model = with_derived_dims(model)
+    active = count.active(model)
     if convention == "A":
         looked_up = count.positions + (0 if model.tie_embeddings else count.embedding)
         heads_width = model.num_heads * model.head_dim
-        return 6 * (count.total - looked_up) + 6 * model.num_layers * seq_len * heads_width
+        return 6 * (active - looked_up) + 6 * model.num_layers * seq_len * heads_width
     if convention == "B":
-        return 6 * count.total + 12 * model.num_layers * seq_len * model.embed_dim
+        return 6 * active + 12 * model.num_layers * seq_len * model.embed_dim
     raise ValueError(f"no FLOPs convention {convention!r}; there are " + ", ".join(CONVENTIONS))
 
 

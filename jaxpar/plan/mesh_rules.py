@@ -86,14 +86,15 @@ def axis_shards_something(facts: Facts) -> Iterator[Problem]:
     """An axis above 1 that no parameter and no batch dim uses would only replicate work.
 
     data and fsdp always split the batch, tensor the heads, context the sequence and pipeline the layers; expert needs
-    experts, which no family has yet.
+    experts.
     """
     size = facts.mesh.get("expert", 1)
-    if size > 1:
+    if size > 1 and not facts.model.num_experts:
         yield Problem(
             key="mesh.expert",
             value=facts.config.mesh.expert,
-            message=f"axis expert ({size}) shards nothing: the model has no experts (mixture-of-experts: not yet)",
+            message=f"axis expert ({size}) shards nothing: the model has no experts "
+            "(model.num_experts is 0; training mixtures of experts: not yet)",
             remedy="mesh.expert=1; to shard a dense model over these devices use mesh.fsdp",
         )
 

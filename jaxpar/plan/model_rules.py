@@ -20,6 +20,9 @@ _SHARDED_DIMS = {
     "kv_heads": (("tensor",), "model.num_kv_heads"),
     "mlp": (("tensor",), "model.mlp_dim"),
     "vocab": (("tensor",), "model.vocab_multiple"),
+    "experts": (("expert",), "model.num_experts"),
+    "expert_mlp": (("tensor",), "model.expert_mlp_dim"),
+    "shared_mlp": (("tensor",), "model.num_shared_experts"),
 }
 
 
@@ -98,18 +101,86 @@ def vocabulary_holds_tokenizer(facts: Facts) -> Iterator[Problem]:
 
 
 def layers_divide_stages(facts: Facts) -> Iterator[Problem]:
-    """Every chunk of every pipeline stage has the same number of layers; none is floored away."""
+    """Every pipeline stage has the same number of layers; none is floored away."""
     num_stages, num_layers = facts.mesh.get("pipeline", 1), facts.model.num_layers
-    num_chunks = facts.config.pipeline.chunks if num_stages > 1 else 1
-    remainder = num_layers % (num_stages * num_chunks)
-    if remainder:
-        chunks = f" x {num_chunks} chunks" if num_chunks > 1 else ""
+    if num_layers % num_stages:
         yield Problem(
             key="model.num_layers",
             value=num_layers,
-            message=f"{num_layers} layers do not divide by {num_stages} pipeline stages{chunks} "
-            f"(remainder {remainder})",
-            remedy=f"use a mesh.pipeline{' x pipeline.chunks' if chunks else ''} of {_divisors(num_layers)}",
+            message=f"{num_layers} layers do not divide by {num_stages} pipeline stages "
+            f"(remainder {num_layers % num_stages})",
+            remedy=f"use a mesh.pipeline of {_divisors(num_layers)}",
+        )
+
+
+def chunks_need_interleaving(facts: Facts) -> Iterator[Problem]:
+    """Only the interleaved schedule splits a stage into chunks, and it needs at least two of them."""
+    pipeline, num_stages = facts.config.pipeline, facts.mesh.get("pipeline", 1)
+    is_interleaved = pipeline.schedule == "interleaved" and num_stages > 1
+    if pipeline.chunks > 1 and not is_interleaved:
+        yield Problem(
+            key="pipeline.chunks",
+            value=pipeline.chunks,
+            message=f"stages have chunks only under the interleaved schedule (pipeline.schedule = "
+            f"{pipeline.schedule!r}, mesh.pipeline = {num_stages})",
+            remedy='pipeline.schedule="interleaved" with mesh.pipeline above 1, or pipeline.chunks=1',
+        )
+    elif is_interleaved and pipeline.chunks < 2:
+        yield Problem(
+            key="pipeline.chunks",
+            value=pipeline.chunks,
+            message="the interleaved schedule needs at least 2 chunks per stage",
+            remedy='e.g. pipeline.chunks=2, or pipeline.schedule="1f1b"',
+        )
+    elif is_interleaved and facts.model.num_layers % (num_stages * pipeline.chunks):
+        yield Problem(
+            key="pipeline.chunks",
+            value=pipeline.chunks,
+            message=f"{facts.model.num_layers} layers do not divide by {num_stages} stages x {pipeline.chunks} chunks",
+            remedy=f"stages x chunks must be one of {_divisors(facts.model.num_layers)}",
+        )
+
+
+def microbatches_fill_stages(facts: Facts) -> Iterator[Problem]:
+    """1F1B and interleaved schedules need a microbatch for every stage; GPipe runs with fewer."""
+    num_stages, train = facts.mesh.get("pipeline", 1), facts.config.train
+    if train.microbatches < num_stages and facts.config.pipeline.schedule != "gpipe":
+        yield Problem(
+            key="train.microbatches",
+            value=train.microbatches,
+            message=f"{facts.config.pipeline.schedule} needs at least one microbatch per stage "
+            f"(mesh.pipeline = {num_stages})",
+            remedy=f"set train.microbatches to {num_stages} or more, better {4 * num_stages} "
+            '(4 per stage), or pipeline.schedule="gpipe"',
+        )
+
+
+def experts_consistent(facts: Facts) -> Iterator[Problem]:
+    """Settings of a mixture of experts go together."""
+    model = facts.model
+    if not model.num_experts:
+        for name in ("top_k", "expert_mlp_dim", "num_shared_experts", "first_dense_layers"):
+            if value := getattr(model, name):
+                yield Problem(
+                    key=f"model.{name}",
+                    value=value,
+                    message="does nothing: model.num_experts is 0, so this is a dense model",
+                    remedy=f"set model.num_experts, or remove model.{name}",
+                )
+        return
+    if not 1 <= model.top_k <= model.num_experts:
+        yield Problem(
+            key="model.top_k",
+            value=model.top_k,
+            message=f"a token uses at least 1 and at most model.num_experts = {model.num_experts} experts",
+            remedy=f"set model.top_k from 1 to {model.num_experts}",
+        )
+    if model.first_dense_layers >= model.num_layers:
+        yield Problem(
+            key="model.first_dense_layers",
+            value=model.first_dense_layers,
+            message=f"leaves no block with experts (model.num_layers = {model.num_layers})",
+            remedy="make it smaller, or model.num_experts=0 for a dense model",
         )
 
 
@@ -119,7 +190,7 @@ def param_dims_divide(facts: Facts) -> Iterator[Problem]:
     kinds = [kind for kind in param_kinds(facts.model) if not kind.replicated]
     for dim, (axes, key) in _SHARDED_DIMS.items():
         shards, size = facts.axes_product(axes), sizes[dim]
-        if shards is None or size % shards == 0:
+        if shards is None or size % shards == 0 or not any(dim in kind.dims for kind in kinds):
             continue
         used = tuple(axis for axis in axes if facts.mesh[axis] > 1)
         uses = ", ".join(f"{kind.name} dim {kind.dims.index(dim)}" for kind in kinds if dim in kind.dims)
@@ -142,17 +213,20 @@ def param_dims_divide(facts: Facts) -> Iterator[Problem]:
 
 
 def sequence_divides(facts: Facts) -> Iterator[Problem]:
-    """Between blocks the tensor axis splits the sequence."""
-    shards, seq_len = facts.mesh.get("tensor", 1), facts.config.data.seq_len
+    """The context axis splits the sequence, and between blocks the tensor axis splits what is left of it."""
+    tensor, context, seq_len = facts.mesh.get("tensor", 1), facts.mesh.get("context", 1), facts.config.data.seq_len
+    shards = tensor * context
     if seq_len % shards:
         lower = seq_len // shards * shards
         working = [length for length in (lower, lower + shards) if length]
+        axes = f"tensor {tensor}" + (f" x context {context} = {shards}" if context > 1 else "")
         yield Problem(
             key="data.seq_len",
             value=seq_len,
-            message=f"does not divide by tensor {shards} (remainder {seq_len % shards}), which splits the sequence "
+            message=f"does not divide by {axes} (remainder {seq_len % shards}), which splits the sequence "
             "between blocks (activations dim 1)",
-            remedy=f"set data.seq_len to {' or '.join(map(str, working))}, or change mesh.tensor",
+            remedy=f"set data.seq_len to {' or '.join(map(str, working))}, or change mesh.tensor"
+            + (" or mesh.context" if context > 1 else ""),
         )
 
 

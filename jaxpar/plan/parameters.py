@@ -26,9 +26,9 @@ class ParamKind:
     name: str
     """For people, e.g. "attention query"."""
     group: str
-    """Line of the breakdown: embedding, positions, attention, mlp, norms or head."""
+    """Line of the breakdown: embedding, positions, attention, mlp, router, experts, norms or head."""
     dims: tuple[str, ...]
-    """Logical dims: layers, vocab, positions, embed, heads, kv_heads, head_dim, mlp."""
+    """Logical dims: the keys of :func:`dim_sizes`."""
     replicated: bool = False
     """A vector that the fsdp axes leave whole on every device: norms and biases."""
 
@@ -44,7 +44,11 @@ class ParameterCount:
     attention: int
     """Projections of all blocks, biases included."""
     mlp: int
-    """MLPs of all blocks, biases included."""
+    """Dense MLPs and shared experts of all blocks, biases included."""
+    router: int
+    """Routers of all mixture-of-experts blocks; 0 in a dense model."""
+    experts: int
+    """Routed experts of all blocks."""
     norms: int
     """Norms of all blocks, qk-norms and the final norm."""
     head: int
@@ -54,6 +58,15 @@ class ParameterCount:
     def total(self) -> int:
         """All parameters."""
         return sum(dataclasses.asdict(self).values())
+
+    def active(self, model: ModelConfig) -> int:
+        """Parameters that one token uses: ``top_k`` of the routed experts, and everything else.
+
+        The embedding and the head count, as in the "A3B" of public names.
+        """
+        if not model.num_experts:
+            return self.total
+        return self.total - self.experts + self.experts // model.num_experts * model.top_k
 
 
 def dim_sizes(model: ModelConfig) -> dict[str, int]:
@@ -68,6 +81,11 @@ def dim_sizes(model: ModelConfig) -> dict[str, int]:
         "kv_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "mlp": model.mlp_dim,
+        "dense_layers": model.first_dense_layers if model.num_experts else model.num_layers,
+        "moe_layers": model.num_layers - model.first_dense_layers if model.num_experts else 0,
+        "experts": model.num_experts,
+        "expert_mlp": model.expert_mlp_dim,
+        "shared_mlp": model.expert_mlp_dim * model.num_shared_experts,
     }
 
 
@@ -98,16 +116,36 @@ def param_kinds(model: ModelConfig) -> tuple[ParamKind, ...]:
     if family.linear_bias:
         kinds.append(vector("attention output bias", "attention", "layers", "embed"))
     kinds += norm("mlp norm", "layers", "embed")
-    for name in ("gate", "up") if family.gated_mlp else ("up",):
-        kinds.append(ParamKind(name=f"mlp {name}", group="mlp", dims=("layers", "embed", "mlp")))
-    kinds.append(ParamKind(name="mlp down", group="mlp", dims=("layers", "mlp", "embed")))
-    if family.linear_bias:
-        kinds.append(vector("mlp up bias", "mlp", "layers", "mlp"))
-        kinds.append(vector("mlp down bias", "mlp", "layers", "embed"))
+    kinds += _mlp_kinds(model)
     kinds += norm("final norm", "embed")
     if not model.tie_embeddings:
         kinds.append(ParamKind(name="head", group="head", dims=("embed", "vocab")))
     return tuple(kinds)
+
+
+def _mlp_kinds(model: ModelConfig) -> list[ParamKind]:
+    """Dense MLP, or router, routed and shared experts; leading dense blocks keep the dense MLP."""
+    family = FAMILIES[model.family]
+    inputs = ("gate", "up") if family.gated_mlp else ("up",)
+    # Layers are stacked; with leading dense blocks there are two stacks.
+    dense, moe = ("dense_layers", "moe_layers") if model.num_experts else ("layers", "")
+
+    def matrices(name: str, group: str, stack: tuple[str, ...], width: str) -> list[ParamKind]:
+        into = [ParamKind(name=f"{name} {part}", group=group, dims=(*stack, "embed", width)) for part in inputs]
+        return [*into, ParamKind(name=f"{name} down", group=group, dims=(*stack, width, "embed"))]
+
+    kinds = []
+    if not model.num_experts or model.first_dense_layers:
+        kinds += matrices("mlp", "mlp", (dense,), "mlp")
+        if family.linear_bias:
+            kinds.append(ParamKind(name="mlp up bias", group="mlp", dims=(dense, "mlp"), replicated=True))
+            kinds.append(ParamKind(name="mlp down bias", group="mlp", dims=(dense, "embed"), replicated=True))
+    if model.num_experts:
+        kinds.append(ParamKind(name="router", group="router", dims=(moe, "embed", "experts"), replicated=True))
+        kinds += matrices("expert", "experts", (moe, "experts"), "expert_mlp")
+    if model.num_experts and model.num_shared_experts:
+        kinds += matrices("shared expert", "mlp", (moe,), "shared_mlp")
+    return kinds
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
@@ -141,7 +179,7 @@ def param_count_of(preset: str) -> int:
     """All parameters of a public model, e.g. 8_030_261_248 for "llama-3.1-8b".
 
     Raises:
-        ConfigError: No such preset, or one of a mixture-of-experts model, which is not there yet.
+        ConfigError: No such preset.
     """
     return param_count(find_preset(preset).model)
 

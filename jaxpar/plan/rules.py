@@ -5,11 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.plan import mesh_rules, model_rules, pipeline_rules, run_rules, support_rules
+from jaxpar.plan import mesh_rules, model_rules, run_rules, support_rules
 from jaxpar.plan.facts import Facts
 
 Rule = Callable[[Facts], Iterator[Problem]]
 """Yields what is wrong; nothing if the rule holds, or needs a fact that is not known yet."""
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    mesh_rules.axis_sizes,
+    mesh_rules.one_rest_axis,
+    mesh_rules.rest_axis_divides,
+    mesh_rules.mesh_product,
+    mesh_rules.axis_shards_something,
+    model_rules.dims_complete,
+    model_rules.kv_heads_divide_heads,
+    model_rules.head_dim_even,
+    model_rules.rope_scaling_order,
+    model_rules.positions_fit,
+    model_rules.experts_consistent,
+    model_rules.layers_divide_stages,
+    model_rules.chunks_need_interleaving,
+    model_rules.microbatches_fill_stages,
+    model_rules.param_dims_divide,
+    model_rules.sequence_divides,
+    run_rules.batch_divides,
+)
+"""What makes a layout legal, whether or not the trainer can do it yet: the rules of ``jaxpar plan``."""
+
+MODEL_RULES: tuple[Rule, ...] = (
+    model_rules.dims_complete,
+    model_rules.kv_heads_divide_heads,
+    model_rules.head_dim_even,
+    model_rules.rope_scaling_order,
+    model_rules.positions_fit,
+    model_rules.experts_consistent,
+)
+"""What makes a model whole, whatever the mesh: the rules of a search, and of inference."""
 
 RULES: tuple[Rule, ...] = (
     mesh_rules.axis_sizes,
@@ -23,17 +54,19 @@ RULES: tuple[Rule, ...] = (
     support_rules.fsdp_strategy,
     support_rules.optimizer,
     support_rules.family_trainable,
-    support_rules.dense_preset,
+    support_rules.dense_model,
     model_rules.dims_complete,
     model_rules.kv_heads_divide_heads,
     model_rules.head_dim_even,
     model_rules.rope_scaling_order,
     model_rules.positions_fit,
     model_rules.vocabulary_holds_tokenizer,
+    model_rules.experts_consistent,
     model_rules.layers_divide_stages,
+    model_rules.chunks_need_interleaving,
+    model_rules.microbatches_fill_stages,
     model_rules.param_dims_divide,
     model_rules.sequence_divides,
-    pipeline_rules.schedule_exists,
     run_rules.batch_divides,
     run_rules.rows_fill_a_batch,
     run_rules.data_paths_match_source,
@@ -43,14 +76,15 @@ RULES: tuple[Rule, ...] = (
     run_rules.processes_find_each_other,
     run_rules.run_directory_usable,
     run_rules.resume_exists,
+    run_rules.best_checkpoints_have_a_metric,
     run_rules.init_from_exists,
 )
-"""Every rule, in the order in which its problems are printed."""
+"""Every rule of a run, in the order in which its problems are printed."""
 
 
-def find_problems(facts: Facts) -> list[Problem]:
+def find_problems(facts: Facts, rules: tuple[Rule, ...] = RULES) -> list[Problem]:
     """Everything that is wrong, as far as the facts tell."""
-    return [problem for rule in RULES for problem in rule(facts)]
+    return [problem for rule in rules for problem in rule(facts)]
 
 
 def find_warnings(facts: Facts) -> list[str]:
@@ -81,7 +115,7 @@ def find_warnings(facts: Facts) -> list[str]:
             f"runtime.coordinator = {runtime.coordinator!r} does nothing: runtime.num_processes is 1",
         ),
         (
-            config.checkpoint.every == 0 and not config.checkpoint.final,
+            not (config.checkpoint.every or config.checkpoint.every_minutes or config.checkpoint.final),
             "checkpoint.every = 0 with checkpoint.final = false: this run writes no checkpoint at all",
         ),
     )

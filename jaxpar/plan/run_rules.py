@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxpar.config.checkpoints import JAXPAR_PREFIX, find_metadata
 from jaxpar.config.errors import Problem
 from jaxpar.config.huggingface import PREFIX
 from jaxpar.config.schema import OptimConfig
@@ -193,8 +194,26 @@ def resume_exists(facts: Facts) -> Iterator[Problem]:
             key="checkpoint.resume",
             value=resume,
             message=f"no such directory (looked in {Path.cwd()})",
-            remedy="auto, never, must, or the path of a checkpoints directory, e.g. runs/first/checkpoints",
+            remedy="auto, never, must, or the path of a run or its checkpoints, e.g. runs/first",
         )
+
+
+def best_checkpoints_have_a_metric(facts: Facts) -> Iterator[Problem]:
+    """Checkpoints compete by a validation loss only if there is one when they are saved."""
+    checkpoint, eval_every = facts.config.checkpoint, facts.config.train.eval_every
+    if not checkpoint.keep_best or checkpoint.best_metric != "eval_loss":
+        return
+    if eval_every and checkpoint.every and checkpoint.every % eval_every == 0:
+        return
+    nearest = max(1, checkpoint.every // eval_every) * eval_every if eval_every else 0
+    yield Problem(
+        key="checkpoint.keep_best",
+        value=checkpoint.keep_best,
+        message=f"compares eval_loss, but checkpoint.every = {checkpoint.every} saves at steps without validation "
+        f"(train.eval_every = {eval_every})",
+        remedy=(f"set checkpoint.every={nearest}" if nearest else "set train.eval_every and checkpoint.every alike")
+        + ', or checkpoint.best_metric="loss"',
+    )
 
 
 def init_from_exists(facts: Facts) -> Iterator[Problem]:
@@ -202,10 +221,14 @@ def init_from_exists(facts: Facts) -> Iterator[Problem]:
     init_from = facts.config.model.init_from
     if init_from is None:
         return
-    remedy = "hf:DIR with config.json and *.safetensors; `model.init_from=none` starts from random weights"
-    if init_from.startswith("jaxpar:"):
-        message = "starting from a jaxpar checkpoint: not yet"
-        remedy = "to go on with a run use checkpoint.resume; " + remedy
+    remedy = (
+        "hf:DIR with config.json and *.safetensors, or jaxpar:DIR of a run, its checkpoints or one step; "
+        "`model.init_from=none` starts from random weights"
+    )
+    if init_from.startswith(JAXPAR_PREFIX):
+        if find_metadata(init_from.removeprefix(JAXPAR_PREFIX)) is not None:
+            return
+        message = f"there is no checkpoint (looked in {Path.cwd()})"
     elif not init_from.startswith(PREFIX):
         message = "not a source of weights"
     elif missing := _missing_weights(init_from.removeprefix(PREFIX)):

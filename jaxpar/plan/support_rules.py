@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from jaxpar.config.errors import Problem
 from jaxpar.config.families import FAMILIES
-from jaxpar.config.presets import MOE_PRESETS
 from jaxpar.plan.facts import Facts
 
 _TRAINABLE_AXES = "data, fsdp and tensor axes work"
@@ -56,14 +55,14 @@ def family_trainable(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def dense_preset(facts: Facts) -> Iterator[Problem]:
-    """Mixture-of-experts presets; loading refuses them too, but a config can be made in Python."""
-    if facts.model.preset in MOE_PRESETS:
+def dense_model(facts: Facts) -> Iterator[Problem]:
+    """Mixtures of experts are planned, not trained."""
+    if facts.model.num_experts:
         yield Problem(
-            key="model.preset",
-            value=facts.model.preset,
-            message="mixture-of-experts models: not yet",
-            remedy="dense presets work; `jaxpar config --presets` lists them",
+            key="model.num_experts",
+            value=facts.model.num_experts,
+            message="training mixture-of-experts models: not yet (`jaxpar plan` plans them)",
+            remedy="dense presets work; `jaxpar config --presets` says which models train",
         )
 
 

@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -18,6 +19,8 @@ from jaxpar.cli.main import main
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300
 """Longest wait for anything here: a loaded machine is slow, and only what hangs takes longer."""
+
+NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +47,16 @@ class Command:
         return Result(leaving.value.code or 0, out, err)
 
 
-def start(*arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "jaxpar")) -> subprocess.Popen:
+def start(
+    *arguments: str,
+    cwd: Path,
+    program: tuple[str, ...] = ("-m", "jaxpar"),
+    environment: Mapping[str, str] = NOTHING_MORE,
+) -> subprocess.Popen:
     """Starts ``python -m jaxpar`` (or ``program``) in ``cwd``; its output goes to pipes."""
     environment = {
         **os.environ,
+        **environment,
         "PYTHONPATH": str(ROOT),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         # Compiles several times faster; nothing here depends on how fast a step is.

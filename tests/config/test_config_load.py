@@ -268,10 +268,10 @@ def test_explicit_dims_win_over_a_preset():
     assert (model.num_layers, model.embed_dim, model.family) == (2, 4096, "qwen3")
 
 
-@pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
-def test_moe_presets_are_known_and_refused(preset):
-    (problem,) = problems_of(None, [f"model.preset={preset}"]).values()
-    assert "not yet" in problem.message
+def test_expert_width_of_zero_is_the_mlp_width():
+    loaded = load_with_sources(None, [*TINY, "model.num_experts=4", "model.top_k=2"])
+    assert loaded.config.model.expert_mlp_dim == loaded.config.model.mlp_dim
+    assert loaded.sources["model.expert_mlp_dim"] == "model.mlp_dim"
 
 
 def test_values_that_toml_cannot_hold_are_refused():

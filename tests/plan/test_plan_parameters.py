@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.config import MOE_PRESETS, PRESETS, ConfigError
+from jaxpar.config import PRESETS, ConfigError
 from jaxpar.config.schema import ModelConfig
 from jaxpar.plan.flops import CONVENTIONS, model_flops_utilisation, training_flops_per_token
 from jaxpar.plan.parameters import (
@@ -49,11 +49,16 @@ def test_other_published_counts(name, published):
     assert param_count_of(name) == published
 
 
-def test_every_public_model_is_a_preset_or_refused():
-    assert set(MODELS) <= set(PRESETS) | MOE_PRESETS
-    for name in set(MODELS) - set(DENSE):
-        with pytest.raises(ConfigError, match="not yet"):
-            param_count_of(name)
+@pytest.mark.parametrize("name", set(MODELS) - set(DENSE))
+def test_mixture_of_experts_counts_are_exact(name):
+    model, facts = PRESETS[name].model, MODELS[name]
+    count = count_parameters(model)
+    assert (count.total, count.active(model)) == (facts["params"], facts["active"])
+    assert (model.num_experts, model.top_k, model.expert_mlp_dim) == (facts["experts"], facts["top_k"], facts["ff"])
+
+
+def test_every_public_model_is_a_preset():
+    assert set(MODELS) <= set(PRESETS)
     with pytest.raises(ConfigError, match=r"did you mean llama-3\.1-8b"):
         param_count_of("Llama-3.1-8B-x")
 

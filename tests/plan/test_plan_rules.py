@@ -8,8 +8,9 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, load_config
 from jaxpar.config.schema import MeshConfig, ModelConfig
+from jaxpar.plan.facts import gather_facts
 from jaxpar.plan.resolve import check, resolve
-from jaxpar.plan.rules import RULES
+from jaxpar.plan.rules import LAYOUT_RULES, RULES, find_problems
 
 HF = Path(__file__).parents[1] / "data" / "hf"
 TINY = "model.preset=tiny-bytes"
@@ -141,30 +142,6 @@ def test_embed_dim_names_params_dim_size_axis_and_axis_size():
 def test_layers_are_never_floored():
     message = problems_of(16, "model.num_layers=126", "mesh.pipeline=16")["model.num_layers"]
     assert "126 layers do not divide by 16 pipeline stages (remainder 14)" in message
-    chunked = ("mesh.pipeline=8", "pipeline.schedule=interleaved", "pipeline.chunks=2")
-    message = problems_of(8, "model.num_layers=126", *chunked)["model.num_layers"]
-    assert "126 layers do not divide by 8 pipeline stages x 2 chunks (remainder 14)" in message
-
-
-@pytest.mark.parametrize(
-    ("overrides", "refused"),
-    [
-        (("pipeline.schedule=gpipe", "train.microbatches=2"), None),
-        (("pipeline.schedule=1f1b", "train.microbatches=2"), "train.microbatches"),
-        (("pipeline.schedule=1f1b", "train.microbatches=4"), None),
-        (("pipeline.schedule=1f1b", "train.microbatches=4", "pipeline.chunks=2"), "pipeline.chunks"),
-        (("pipeline.schedule=interleaved", "train.microbatches=4"), "pipeline.chunks"),
-        (("pipeline.schedule=interleaved", "pipeline.chunks=2"), "train.microbatches"),
-        (("pipeline.schedule=interleaved", "pipeline.chunks=2", "train.microbatches=4"), None),
-    ],
-)
-def test_schedule_of_the_pipeline(overrides, refused):
-    problems = problems_of(4, "mesh.pipeline=4", *overrides)
-    mine = {"train.microbatches", "pipeline.chunks", "pipeline.schedule"} & set(problems)
-    assert mine == ({refused} if refused else set())
-    if refused == "train.microbatches":
-        assert "< 4 stages" in problems[refused]
-        assert "set train.microbatches to at least 4, or pipeline.schedule to gpipe" in problems[refused]
 
 
 def test_dims_of_the_model_itself():
@@ -273,7 +250,7 @@ def test_data_source_and_paths():
         (["checkpoint.resume=missing/dir"], "checkpoint.resume", "no such directory"),
         (["checkpoint.resume=Auto"], "checkpoint.resume", "auto, never, must"),
         (['run.dir=""'], "run.dir", "no directory"),
-        (["model.init_from=jaxpar:runs/x"], "model.init_from", "not yet"),
+        (["model.init_from=jaxpar:runs/x"], "model.init_from", "there is no checkpoint"),
         (["model.init_from=weights.bin"], "model.init_from", "not a source"),
         (["model.init_from=hf:missing"], "model.init_from", "no such directory"),
     ],
@@ -325,10 +302,33 @@ def test_strategy_without_an_axis_says_that_too():
     assert "shard nothing" in problems_of(2, "mesh.data=2", "mesh.fsdp_strategy=grads")["mesh.fsdp_strategy"]
 
 
-def test_moe_preset_in_a_config_made_in_python():
-    model = dataclasses.replace(load_config(None, [TINY]).model, preset="mixtral-8x7b")
+@pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_mixtures_of_experts_are_not_trained_yet(preset):
     with pytest.raises(ConfigError, match="mixture-of-experts models: not yet"):
-        check(Config(model=model))
+        check(load_config(None, [f"model.preset={preset}"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.top_k=2"], "model.top_k"),
+        (["model.num_experts=4"], "model.top_k"),
+        (["model.num_experts=4", "model.top_k=5"], "model.top_k"),
+        (["model.num_experts=4", "model.top_k=1", "model.first_dense_layers=6"], "model.first_dense_layers"),
+        (["model.num_experts=6", "model.top_k=1", "mesh.expert=4"], "model.num_experts"),
+        (["pipeline.chunks=2"], "pipeline.chunks"),
+        (['pipeline.schedule="interleaved"', "mesh.pipeline=2", "train.microbatches=4"], "pipeline.chunks"),
+        (["mesh.pipeline=2", "train.microbatches=1"], "train.microbatches"),
+    ],
+)
+def test_rules_of_axes_that_are_planned(overrides, key):
+    config = load_config(None, [TINY, "mesh.fsdp=-1", "train.global_batch_size=64", *overrides])
+    found = find_problems(gather_facts(config, num_devices=8), LAYOUT_RULES)
+    assert key in {problem.key for problem in found}
+
+
+def test_layout_rules_are_rules_of_every_run():
+    assert set(LAYOUT_RULES) < set(RULES)
 
 
 def test_config_made_in_python_says_who_applies_presets():

@@ -13,7 +13,7 @@ from jaxpar.config.schema import RuntimeConfig
 from jaxpar.runtime import memory, self_test, start
 from jaxpar.runtime.arrival import StartError
 from jaxpar.runtime.interrupt import StopReason
-from jaxpar.runtime.vote import StopVote
+from jaxpar.runtime.vote import Ballot, StopVote
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
@@ -178,13 +178,15 @@ def test_memory_is_none_where_it_is_not_reported_and_per_device_where_it_is(monk
 
 def test_a_process_alone_decides_without_its_devices():
     vote = StopVote(make_mesh(1, 8, 1, 1, 1, 1))
-    assert vote.cast(StopReason.INTERRUPTED) is StopReason.INTERRUPTED
+    for ballot in (Ballot(StopReason.INTERRUPTED), Ballot(StopReason.NONE, save=True), Ballot(StopReason.NONE)):
+        assert Ballot.of(vote.cast(ballot)) == ballot
 
 
 def test_the_largest_reason_wins():
     """The count itself, with a ballot from each device."""
     vote = StopVote(make_mesh(1, 2, 2, 1, 1, 2))
     ballots = np.zeros(8, np.int32)
-    ballots[[2, 5]] = StopReason.INTERRUPTED, StopReason.PREEMPTED
+    cast = Ballot(StopReason.INTERRUPTED, save=True), Ballot(StopReason.PREEMPTED), Ballot(StopReason.NONE, save=True)
+    ballots[[2, 5, 6]] = [int(ballot) for ballot in cast]
     result = vote._count(jax.device_put(ballots, vote._ballots))
-    assert [int(shard.data) for shard in result.addressable_shards] == [StopReason.PREEMPTED] * 8
+    assert [Ballot.of(shard.data) for shard in result.addressable_shards] == [Ballot(StopReason.PREEMPTED)] * 8

@@ -15,7 +15,7 @@ from jaxpar.config.schema import RuntimeConfig
 from jaxpar.runtime.interrupt import StopReason
 from jaxpar.runtime.self_test import self_test
 from jaxpar.runtime.start import meet, start, stop
-from jaxpar.runtime.vote import StopVote
+from jaxpar.runtime.vote import Ballot, StopVote
 
 process_id, coordinator, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 processes = start(
@@ -29,7 +29,8 @@ print(processes)
 print("visible:", jax.config.values["jax_cuda_visible_devices"])
 vote = StopVote(mesh)
 reasons = [StopReason.NONE, StopReason.PREEMPTED if process_id else StopReason.INTERRUPTED, StopReason.NONE]
-print("votes:", [StopReason(int(vote.cast(reason))).name for reason in reasons])
+print("votes:", [Ballot.of(vote.cast(Ballot(reason))).reason.name for reason in reasons])
+print("saves:", [Ballot.of(vote.cast(Ballot(StopReason.NONE, save=process_id == i))).save for i in range(3)])
 meet("here")
 if process_id == 1 and mode == "late":
     time.sleep(1.5)
@@ -119,6 +120,7 @@ def test_two_processes_start_agree_and_leave_together(coordinator):
         assert "2 processes x 2 = 4 devices (cpu)\n" in out
         assert "visible: all\n" in out
         assert "votes: ['NONE', 'PREEMPTED', 'NONE']\n" in out
+        assert "saves: [True, True, False]\n" in out
         assert out.endswith("left together\n")
 
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from tests.trainer.runs import Run, reuse_train_steps, run, share_compiled_programs
@@ -18,3 +20,11 @@ def train_steps(monkeypatch):
 def uninterrupted(compiled_programs, tmp_path_factory) -> Run:
     """Twelve steps without a stop, from a fresh directory."""
     return run(tmp_path_factory.mktemp("uninterrupted"), checkpoint={"resume": "never"})
+
+
+@pytest.fixture(scope="package")
+def every_third(compiled_programs, tmp_path_factory) -> Path:
+    """Directory of a run of nine steps with checkpoints 3, 6 and 9; not to be changed."""
+    directory = tmp_path_factory.mktemp("every_third") / "run"
+    run(directory, train={"stop_at": 9}, checkpoint={"every": 3})
+    return directory

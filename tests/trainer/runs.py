@@ -85,10 +85,10 @@ def column(rows: list[dict], name: str) -> list:
     return [row[name] for row in rows]
 
 
-def saved_arrays(run_dir: Path, step: int) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint, whole, by name: ``params/layers/q``."""
+def saved_arrays(run_dir: Path, step: int, *, is_run: bool = True) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint, whole, by name: ``params/layers/q``; of a run or of a checkpoints directory."""
     device = SingleDeviceSharding(jax.devices()[0])
-    with Store(run_dir / "checkpoints") as store:
+    with Store(run_dir / "checkpoints" if is_run else run_dir) as store:
         targets: dict[str, dict] = {}
         for name, leaf in store.leaves(step).items():
             section, *path = name.split("/")

@@ -149,11 +149,25 @@ def test_must_refuses_a_directory_without(tmp_path):
     assert not (tmp_path / "fresh").exists()
 
 
-def test_a_path_without_a_checkpoint_is_refused_with_the_place_where_they_are(stopped, tmp_path):
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no complete checkpoint") as error:
-        run(tmp_path / "fresh", checkpoint={"resume": str(stopped)})
-    assert str(stopped / "checkpoints") in error.value.problems[0].remedy
+        run(tmp_path / "fresh", checkpoint={"resume": str(tmp_path)})
+    assert "name a run" in error.value.problems[0].remedy
     assert not (tmp_path / "fresh").exists()
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/1"])
+def test_a_run_its_checkpoints_or_one_step_may_be_named(stopped, tmp_path, inside):
+    other = run(tmp_path / "other", train={"stop_at": 2}, checkpoint={"resume": str(stopped / inside)})
+    assert column(other.rows, "step") == [2]
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(stopped, tmp_path):
+    (stopped / "checkpoints" / "7").mkdir()
+    (stopped / "checkpoints" / "7" / "_CHECKPOINT_METADATA").touch()
+    with pytest.raises(ConfigError, match="step 7 is not a complete checkpoint: its save was not completed") as error:
+        run(tmp_path / "fresh", checkpoint={"resume": str(stopped / "checkpoints" / "7")})
+    assert "complete steps: [1]" in str(error.value)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_metrics_after_the_one_before_are_written_again(legs, tmp_path):

@@ -1,0 +1,152 @@
+"""How a step is spread over devices: what the memory, time and communication formulas read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxpar.plan.facts import Facts
+
+Precision = Literal["float32", "bfloat16", "float8", "float8_row", "mxfloat8", "float4"]
+"""Type of the matrix products; the float8 and float4 recipes differ in how values are scaled."""
+Remat = Literal["none", "dots", "selective", "full"]
+Strategy = Literal["none", "optimizer", "grads", "full"]
+"""What of the training state is sharded over ``weight_shards``: nothing, or as in ZeRO-1, -2 and -3."""
+
+
+RECOMPUTE = {"none": 0.0, "dots": 0.2, "selective": 0.5, "full": 1.0}
+"""Share of a block's forward pass that its backward pass repeats. dots repeats elementwise work; selective keeps what
+attention needs and repeats the MLP's input products as well."""
+
+STAGE_RECOMPUTE = 1.0
+"""Repeated on top of that in a pipeline: a stage keeps only its input and redoes its forward pass before going back, so
+that its memory does not grow with the number of microbatches."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A training step on a mesh. Device order, inner to outer: tensor, context, expert, fsdp, data, pipeline.
+
+    The expert axis is a part of the batch axes: outside the experts it is one more way to split rows and dense weights.
+    """
+
+    rows: int
+    """Rows of one microbatch on one device."""
+    seq_len: int
+    microbatches: int
+    batch_shards: int
+    """Devices that hold rows of their own: data x fsdp x expert."""
+    weight_shards: int
+    """Devices that one copy of the dense training state is spread over: fsdp x expert x context."""
+    strategy: Strategy
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    """Chunks of layers per stage (interleaved schedule)."""
+    schedule: str = "1f1b"
+    remat: Remat = "full"
+    recompute: float = 1.0
+    """Share of a block's forward pass that its backward pass repeats; see :data:`RECOMPUTE`."""
+    precision: Precision = "bfloat16"
+    sequence_parallel: bool = True
+    """Between blocks the tensor axis splits the sequence."""
+    async_tensor: bool = False
+    """Tensor collectives overlap with the matrix products next to them."""
+    attention: Literal["native", "portable"] = "native"
+    """Kernel written for the GPU's generation (cuDNN, tokamax), or one that runs on any (FlashAttention-2)."""
+    is_head_spread: bool = True
+    """The vocabulary is spread over pipeline x tensor; else the last stage computes the head alone."""
+    experts_over_tensor: bool = True
+    """The tensor axis splits each expert's width; else it splits the tokens of the experts."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole mesh."""
+        return self.batch_shards * self.context * self.tensor * self.pipeline
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the training state, whose gradients are all-reduced."""
+        return self.batch_shards * self.context // self.weight_shards
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one microbatch on one device; between blocks the tensor axis splits them further."""
+        return self.rows * self.seq_len / self.context
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one step."""
+        return self.rows * self.microbatches * self.batch_shards
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of a stage, idle/total: (p - 1) / (v m + p - 1). Source: arXiv 2104.04473, section 2.2."""
+        idle = self.pipeline - 1
+        return idle / (self.chunks * self.microbatches + idle)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Devices per axis, outermost first."""
+        fsdp = self.weight_shards // (self.expert * self.context)
+        return {
+            "pipeline": self.pipeline,
+            "data": self.batch_shards // (fsdp * self.expert),
+            "fsdp": fsdp,
+            "expert": self.expert,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+
+
+def mesh_layout(
+    mesh: Mapping[str, int],
+    *,
+    global_batch_size: int,
+    seq_len: int,
+    microbatches: int = 1,
+    remat: Remat = "full",
+    strategy: Strategy = "full",
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    precision: Precision = "bfloat16",
+) -> Layout:
+    """The layout of a mesh; the batch divides by it."""
+    batch_shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    weight_shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
+    return Layout(
+        rows=global_batch_size // microbatches // batch_shards,
+        seq_len=seq_len,
+        microbatches=microbatches,
+        batch_shards=batch_shards,
+        weight_shards=weight_shards,
+        strategy=strategy if weight_shards > 1 else "none",
+        tensor=mesh["tensor"],
+        context=mesh["context"],
+        expert=mesh["expert"],
+        pipeline=mesh["pipeline"],
+        chunks=chunks,
+        schedule=schedule,
+        remat=remat,
+        recompute=RECOMPUTE[remat] + (STAGE_RECOMPUTE if mesh["pipeline"] > 1 else 0.0),
+        precision=precision,
+    )
+
+
+def layout_of(facts: Facts) -> Layout:
+    """The layout of a config whose mesh is resolved and legal."""
+    config = facts.config
+    return mesh_layout(
+        facts.mesh,
+        global_batch_size=config.train.global_batch_size,
+        seq_len=config.data.seq_len,
+        microbatches=config.train.microbatches,
+        remat=config.train.remat,
+        strategy=config.mesh.fsdp_strategy,
+        schedule=config.pipeline.schedule,
+        chunks=config.pipeline.chunks,
+        precision=config.precision.compute,
+    )

@@ -1,0 +1,75 @@
+"""Whether a layout is legal, as one cheap question: for thousands of meshes, and for models that no config can say.
+
+The rules are those of :data:`jaxpar.plan.rules.LAYOUT_RULES`; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxpar.plan.shape import ModelShape
+
+
+def mesh_objection(shape: ModelShape, mesh: Mapping[str, int], seq_len: int) -> str | None:
+    """Why this mesh cannot hold this model, or None. The batch and the schedule are asked separately."""
+    tensor, context, expert = mesh["tensor"], mesh["context"], mesh["expert"]
+    embed_shards = mesh["fsdp"] * expert * context
+    divisions = (
+        (shape.num_kv_heads, tensor, f"{shape.num_kv_heads} kv heads do not divide by tensor {tensor}"),
+        (shape.num_heads, tensor, f"{shape.num_heads} heads do not divide by tensor {tensor}"),
+        (
+            shape.padded_vocab_size,
+            tensor,
+            f"the vocabulary, padded to {shape.padded_vocab_size}, does not divide by tensor {tensor}",
+        ),
+        (
+            shape.embed_dim,
+            embed_shards,
+            f"embed_dim {shape.embed_dim} does not divide by fsdp x expert x context = {embed_shards}",
+        ),
+        (seq_len, tensor * context, f"{seq_len} tokens do not divide by tensor x context = {tensor * context}"),
+        (
+            shape.num_layers,
+            mesh["pipeline"],
+            f"{shape.num_layers} layers do not divide by {mesh['pipeline']} stages "
+            f"(remainder {shape.num_layers % mesh['pipeline']})",
+        ),
+    )
+    for size, shards, objection in divisions:
+        if size % shards:
+            return objection
+    if shape.dense_layers and shape.mlp_dim % tensor:
+        return f"mlp_dim {shape.mlp_dim} does not divide by tensor {tensor}"
+    if not shape.num_experts:
+        return f"expert {expert} shards nothing: the model has no experts" if expert > 1 else None
+    if shape.num_experts % expert:
+        return f"{shape.num_experts} experts do not divide by expert {expert}"
+    if shape.expert_mlp_dim % tensor:
+        return f"expert_mlp_dim {shape.expert_mlp_dim} does not divide by tensor {tensor}"
+    return None
+
+
+def batch_objection(mesh: Mapping[str, int], global_batch_size: int, microbatches: int) -> str | None:
+    """Why the batch does not divide, or None."""
+    shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    if global_batch_size % (shards * microbatches):
+        return (
+            f"{global_batch_size} rows do not divide by {shards} batch shards x {microbatches} microbatches "
+            f"= {shards * microbatches}"
+        )
+    return None
+
+
+def schedule_objection(
+    shape: ModelShape, mesh: Mapping[str, int], schedule: str, chunks: int, microbatches: int
+) -> str | None:
+    """Why the pipeline schedule cannot run, or None."""
+    stages = mesh["pipeline"]
+    interleaved = schedule == "interleaved" and stages > 1
+    if interleaved != (chunks > 1):
+        return "the interleaved schedule, and only it, has 2 chunks or more per stage"
+    if shape.num_layers % (stages * chunks):
+        return f"{shape.num_layers} layers do not divide by {stages} stages x {chunks} chunks"
+    if microbatches < stages and schedule != "gpipe":
+        return f"{microbatches} microbatches do not fill {stages} stages"
+    return None

@@ -1,0 +1,179 @@
+"""Memory: the ZeRO paper's table, the compiler's peak of the 8B program, published sizes, and properties."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpar.config import PRESETS
+from jaxpar.plan.layout import RECOMPUTE, Layout, mesh_layout
+from jaxpar.plan.memory import (
+    BFLOAT16_STATE,
+    FLOAT32_STATE,
+    StateBytes,
+    microbatches_in_flight,
+    state_memory,
+    training_memory,
+)
+from jaxpar.plan.shape import shape_of
+
+GIB = 2**30
+EIGHT_B = shape_of(PRESETS["llama-3.1-8b"].model)
+# Mixed precision as in the paper: 16-bit weights and gradients; float32 master weights and two moments.
+ZERO_PAPER_STATE = StateBytes(params=2, grads=2, optimizer=12)
+MIXTRAL = shape_of(PRESETS["mixtral-8x7b"].model)
+
+
+@pytest.mark.parametrize(
+    ("params", "shards", "published"),
+    [  # arXiv 1910.02054, table 1; GB for DDP, ZeRO-1, ZeRO-2, ZeRO-3
+        (7.5e9, 4, (120, 52.5, 41.3, 30)),
+        (7.5e9, 16, (120, 35.6, 21.6, 7.5)),
+        (7.5e9, 64, (120, 31.4, 16.6, 1.88)),
+        (7.5e9, 1024, (120, 30.1, 15.1, 0.12)),
+        (128e9, 64, (2048, 536, 284, 32)),
+        (1e12, 1024, (16000, 4012, 2014, 15.6)),
+    ],
+)
+def test_zero_table(params, shards, published):
+    for strategy, gigabytes in zip(("none", "optimizer", "grads", "full"), published, strict=True):
+        total = sum(state_memory(params, shards, strategy, ZERO_PAPER_STATE)) / 1e9
+        assert total == pytest.approx(gigabytes, rel=0.005, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("preset", "shards", "gib"),
+    [("llama-3.1-8b", 8, 14.96), ("llama-3.1-8b", 128, 0.93), ("llama-3.1-405b", 512, 11.81)],
+)
+def test_float32_state_of_public_models(preset, shards, gib):
+    shape = shape_of(PRESETS[preset].model)
+    assert sum(state_memory(shape.total_params, shards, "full")) / GIB == pytest.approx(gib, abs=0.01)
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+"""Layouts that the trainer itself gives every array of its state, with bytes per device."""
+STATES = [
+    ("llama-3.1-8b", "llama-3.1-8b_fsdp8"), ("llama-3.1-8b", "llama-3.1-8b_data2_fsdp4"),
+    ("llama-3.1-8b", "llama-3.1-8b_fsdp4_tensor2"), ("llama-3.1-8b", "llama-3.1-8b_bfloat16_data8"),
+    ("qwen3-8b", "qwen3-8b_data2_fsdp2_tensor2"), ("qwen2.5-0.5b", "qwen2.5-0.5b_fsdp4_tensor2"),
+    ("tiny-bytes", "config_quickstart"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "golden"), STATES)
+def test_state_is_that_of_the_trainer_to_the_byte(preset, golden):
+    header, _, *rows = (GOLDEN / f"{golden}.txt").read_text(encoding="utf-8").splitlines()
+    mesh = dict.fromkeys(("pipeline", "data", "fsdp", "expert", "context", "tensor"), 1)
+    mesh |= {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", header)}
+    held = {"params": 0, "optimizer": 0}
+    for part, size in ((row.split(".")[0], row.split()[-1]) for row in rows):
+        if part in held:
+            held[part] += int(size.replace(",", ""))
+    state = BFLOAT16_STATE if "bfloat16" in golden else FLOAT32_STATE
+    layout = mesh_layout(mesh, global_batch_size=64, seq_len=256)
+    planned = training_memory(shape_of(PRESETS[preset].model), layout, device_bytes=0, state=state)
+    # Query, key and value biases are split by the tensor axis, and planned as whole: 0.02% of the smallest Qwen.
+    exact = 3e-4 if preset.startswith("qwen2") else 1e-9
+    assert held["params"] == pytest.approx(planned.params, rel=exact)
+    assert held["optimizer"] == pytest.approx(planned.optimizer, rel=exact, abs=64)
+
+
+# (devices, rows, remat, chunks of the head, peak GiB that the CUDA compiler reports), llama-3.1-8b, 8192 tokens a row.
+COMPILED = [
+    (8, 1, "full", 8, 21.58), (8, 1, "full", 1, 23.54), (8, 1, "selective", 8, 28.26), (8, 1, "dots", 8, 40.44),
+    (8, 2, "full", 8, 24.80), (8, 2, "full", 1, 30.67), (8, 2, "selective", 8, 38.70), (8, 2, "dots", 8, 62.88),
+    (64, 1, "full", 8, 7.69), (64, 1, "selective", 8, 14.61), (64, 2, "full", 8, 11.15), (64, 2, "selective", 8, 25.05),
+    (64, 2, "full", 1, 17.03), (64, 2, "selective", 1, 30.91),
+]  # fmt: skip
+
+
+def fsdp(shards: int, rows: int, remat: str) -> Layout:
+    mesh = {"pipeline": 1, "data": 1, "fsdp": shards, "expert": 1, "context": 1, "tensor": 1}
+    return mesh_layout(mesh, global_batch_size=rows * shards, seq_len=8192, remat=remat)
+
+
+@pytest.mark.parametrize(("devices", "rows", "remat", "chunks", "peak_gib"), COMPILED)
+def test_peak_is_that_of_the_compiler(devices, rows, remat, chunks, peak_gib):
+    memory = training_memory(
+        EIGHT_B, fsdp(devices, rows, remat), device_bytes=0, memory_fraction=1, loss_chunk_tokens=rows * 8192 // chunks
+    )
+    assert memory.total_bytes / GIB == pytest.approx(peak_gib, rel=0.1 if chunks == 1 else 0.04)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "chunks", "in_flight"),
+    [
+        ("gpipe", 4, 16, 1, 16),
+        ("1f1b", 4, 16, 1, 7),
+        ("1f1b", 4, 4, 1, 4),
+        ("interleaved", 4, 16, 2, 9),
+        ("1f1b", 1, 9, 1, 1),
+    ],
+)
+def test_microbatches_in_flight(schedule, stages, microbatches, chunks, in_flight):
+    layout = dataclasses.replace(
+        fsdp(8, 1, "full"), pipeline=stages, microbatches=microbatches, chunks=chunks, schedule=schedule
+    )
+    assert microbatches_in_flight(layout) == in_flight
+
+
+sizes = st.sampled_from([1, 2, 4, 8])
+
+
+@st.composite
+def layouts(draw, shape=EIGHT_B):
+    mesh = {axis: draw(sizes) for axis in ("pipeline", "data", "fsdp", "context", "tensor")}
+    mesh["expert"] = draw(sizes) if shape.num_experts else 1
+    microbatches = mesh["pipeline"] * draw(sizes)
+    shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    return mesh_layout(
+        mesh,
+        global_batch_size=shards * microbatches * draw(sizes),
+        seq_len=draw(st.sampled_from([2048, 8192])),
+        microbatches=microbatches,
+        remat=draw(st.sampled_from(list(RECOMPUTE))),
+        strategy=draw(st.sampled_from(["full", "grads", "optimizer"])),
+    )
+
+
+def memory(layout, shape=EIGHT_B, **settings):
+    return training_memory(shape, layout, device_bytes=80e9, **settings)
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts(), sizes)
+def test_more_sharding_or_fewer_rows_never_cost_memory(layout, factor):
+    more_rows = dataclasses.replace(layout, rows=layout.rows * (1 + factor))
+    assert memory(layout).total_bytes <= memory(more_rows).total_bytes
+    if layout.strategy == "full":
+        wider = dataclasses.replace(layout, weight_shards=layout.weight_shards * factor)
+        assert memory(wider).total_bytes <= memory(layout).total_bytes
+    by_strategy = [memory(dataclasses.replace(layout, strategy=s)) for s in ("none", "optimizer", "grads", "full")]
+    if layout.weight_shards > 1:
+        state = [m.params + m.grads + m.optimizer for m in by_strategy]
+        assert state == sorted(state, reverse=True)
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts())
+def test_remat_and_schedule_order(layout):
+    kept = [memory(dataclasses.replace(layout, remat=remat)).activations for remat in ("full", "selective", "none")]
+    assert kept == sorted(kept)
+    if layout.pipeline > 1:
+        assert memory(layout).total_bytes <= memory(dataclasses.replace(layout, schedule="gpipe")).total_bytes
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts(MIXTRAL))
+def test_shards_of_a_mixture_of_experts_add_up(layout):
+    """All devices together hold every parameter once per replica, but for the small vectors."""
+    layout = dataclasses.replace(layout, strategy="full")
+    if layout.weight_shards == 1:
+        layout = dataclasses.replace(layout, strategy="none")
+    got = memory(layout, MIXTRAL).params * layout.num_devices
+    vectors = 4 * MIXTRAL.vector_params * layout.num_devices / layout.pipeline
+    matrices = 4 * (MIXTRAL.total_params - MIXTRAL.vector_params) * layout.replicas
+    assert got == pytest.approx(matrices + vectors, rel=1e-6)

@@ -1,0 +1,116 @@
+"""A checkpoint does not know its mesh: bit-equal on any other, and a run that moves is the run that stayed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import resume
+from jaxpar.checkpoint.paths import leaves_by_path, path_string
+from jaxpar.checkpoint.store import Store
+from jaxpar.checkpoint.unpad import leading_box
+from jaxpar.config import AXES, config_to_toml
+from jaxpar.config.schema import MeshConfig
+from jaxpar.plan.resolve import resolve
+from jaxpar.program import Program
+from tests.cli.command import ended, finish, start
+from tests.trainer.runs import MESH, STEPS, column, rows_of, saved_arrays, tiny
+
+MESHES = (
+    {},
+    {"data": 2},
+    {"fsdp": 8},
+    {"data": 8},
+    {"tensor": 4},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 4},
+)
+
+
+def name_of(mesh: dict[str, int]) -> str:
+    return "x".join(f"{axis}{size}" for axis, size in mesh.items()) or "one"
+
+
+@pytest.fixture(scope="module")
+def saved(uninterrupted) -> dict[str, np.ndarray]:
+    """The last checkpoint of a run on data=2 x fsdp=2 x tensor=2."""
+    return saved_arrays(uninterrupted.directory, STEPS)
+
+
+def program_on(mesh: dict[str, int]) -> Program:
+    num_devices = math.prod(mesh.values())
+    config = tiny(Path("unused"), train={"global_batch_size": 16}, runtime={"cpu_devices": 0})
+    config = dataclasses.replace(config, mesh=MeshConfig(**mesh))
+    return Program.build(resolve(config, num_devices=num_devices), jax.devices()[:num_devices])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
+def test_parameters_moments_and_count_are_bit_equal_on_every_mesh_and_number_of_devices(uninterrupted, saved, mesh):
+    program = program_on(mesh)
+    with Store(uninterrupted.directory / "checkpoints") as store:
+        state, place = resume.restore(store, STEPS, program)
+    assert place.step == int(state.step) == STEPS
+    sections = {"params": state.params, "optimizer": state.optimizer}
+    targets = jax.tree.leaves((program.abstract_state.params, program.abstract_state.optimizer))
+    shapes = resume.stored_shapes(program, sections)
+    compared = 0
+    for (section, tree), leaf in itertools.product(sections.items(), saved):
+        if leaf.startswith(f"{section}/"):
+            array = next(a for p, a in leaves_by_path(tree, section).items() if path_string(section, p) == leaf)
+            assert np.array_equal(np.asarray(leading_box(array, shapes.get(leaf, array.shape))), saved[leaf]), leaf
+            compared += 1
+    assert compared == len(saved)
+    assert [a.sharding for a in jax.tree.leaves((state.params, state.optimizer))] == [t.sharding for t in targets]
+
+
+# --- whole runs, in processes of their own ----------------------------------------------------------------------------
+
+LEGS = {
+    "8, 4 and 1 devices": ({"fsdp": 8}, {"data": 2, "fsdp": 2}, {}),
+    "1, 8 and 2 devices": ({}, MESH, {"tensor": 2}),
+    "4, 8 and 8 devices": ({"fsdp": 2, "tensor": 2}, {"data": 8}, {"fsdp": 4, "tensor": 2}),
+}
+
+
+def leg(directory: Path, mesh: dict[str, int], tmp_path: Path, **train: object) -> None:
+    """One run of the command on as many fake devices as the mesh has; one compilation of the training step."""
+    config = tiny(directory, train=train, runtime={"cpu_devices": max(1, math.prod(mesh.values()))})
+    config = dataclasses.replace(config, mesh=MeshConfig(**{axis: mesh.get(axis, 1) for axis in AXES}))
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    process = start("train", "config.toml", cwd=tmp_path, environment={"JAX_LOG_COMPILES": "1"})
+    with ended(process):
+        result = finish(process)
+    assert result.code == 0, result.err[-3000:]
+    assert result.err.count("Finished XLA compilation of jit(train_step)") == 1
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory) -> Path:
+    """Twelve steps without a stop, in a process with one device."""
+    directory = tmp_path_factory.mktemp("one")
+    leg(directory / "run", {}, directory)
+    return directory / "run"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("legs", LEGS)
+def test_a_run_that_moves_twice_is_the_run_that_stayed_on_one_device(legs, on_one_device, tmp_path):
+    directory = tmp_path / "run"
+    for mesh, stop_at in zip(LEGS[legs], (4, 8, None), strict=True):
+        leg(directory, mesh, tmp_path, stop_at=stop_at)
+    rows, expected = rows_of(directory / "metrics.jsonl"), rows_of(on_one_device / "metrics.jsonl")
+    for name in ("step", "ids", "lr", "tokens"):
+        assert column(rows, name) == column(expected, name)
+    for name in ("loss", "grad_norm", "cross_entropy"):
+        np.testing.assert_allclose(column(rows, name), column(expected, name), rtol=1e-5, err_msg=name)
+    arrays, reference = saved_arrays(directory, STEPS), saved_arrays(on_one_device, STEPS)
+    assert arrays.keys() == reference.keys()
+    for name, values in reference.items():
+        scale = max(np.abs(values).max(), 1e-6)
+        assert np.abs(arrays[name] - values).max() <= 2e-5 * scale, name
