@@ -17,7 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, reshard
+from jax.sharding import AbstractMesh, AxisType, reshard
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.sharding import BATCH_AXES, GATHER_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
@@ -37,8 +37,13 @@ def spec_of(x: jax.Array) -> P:
 
 
 def island(body: Callable, in_specs: object, out_specs: object) -> Callable:
-    """``body`` on local shards, manual over every mesh axis."""
-    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)
+    """``body`` on local shards, manual over every mesh axis.
+
+    Inside a region that is manual already (a pipeline) the body keeps only its inputs for the backward pass: JAX 0.12
+    gives what a nested island saves a wrong shape there ("Cannot lower jaxpr with verifier errors").
+    """
+    is_nested = AxisType.Manual in current_mesh().axis_types
+    return jax.shard_map(jax.checkpoint(body) if is_nested else body, in_specs=in_specs, out_specs=out_specs)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

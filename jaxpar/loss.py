@@ -24,7 +24,7 @@ from jax.sharding import reshard
 from jaxpar.collectives import current_mesh, island, spec_of, unreduced, varying
 from jaxpar.mesh import used_axes
 from jaxpar.model.decoder import Decoder, Numerics
-from jaxpar.sharding import BATCH_AXES, GATHER_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
+from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
 
 LOGITS_BYTES = 512 * 2**20
 """Largest float32 logits of one chunk on one device when ``train.loss_chunk_tokens`` is 0."""
@@ -112,14 +112,14 @@ def _island(options, x_bsd, head, labels_bs, weights_bs, *, with_gradient):
     mesh = current_mesh()
     rows = P(batch_entry(mesh), None)
     x_spec, head_spec = spec_of(x_bsd), spec_of(head)
-    body = partial(_local, options, head_spec, with_gradient)
+    body = partial(_local, options, head_spec, axes_of(batch_entry(mesh)), with_gradient)
     out_specs = (P(), P())
     if with_gradient:
         out_specs = (out_specs, (x_spec, P(*head_spec.partitions, unreduced=head_spec.reduced)))
     return island(body, (x_spec, head_spec, rows, rows), out_specs)(x_bsd, head, labels_bs, weights_bs)
 
 
-def _local(options, head_spec, with_gradient, x, head, labels, weights):
+def _local(options, head_spec, batch_axes, with_gradient, x, head, labels, weights):
     """Loss of one device's rows against one vocabulary shard: gather, chunks, reduce."""
     mesh = current_mesh()
     numerics = options.numerics
@@ -133,7 +133,6 @@ def _local(options, head_spec, with_gradient, x, head, labels, weights):
         head = lax.all_gather(head, gather_axes, axis=embed_dim, tiled=True)
 
     sums, (grad_x, grad_head) = _scan_chunks(options, with_gradient, x, head, labels, weights)
-    batch_axes = used_axes(mesh, BATCH_AXES)
     sums = tuple(lax.psum(s, batch_axes) if batch_axes else s for s in sums)
     if not with_gradient:
         return sums
@@ -169,8 +168,8 @@ def _scan_chunks(options, with_gradient, x, head, labels, weights):
         sums, grad_x, grad_head = _chunk(options, with_gradient, head, *(a[0] for a in inputs))
     else:
         # What a value varies over is part of its type, so the scan must start from zeros of the right type.
-        by_rows = used_axes(current_mesh(), BATCH_AXES)
-        by_rows_and_vocab = used_axes(current_mesh(), (*BATCH_AXES, SEQUENCE_AXIS))
+        by_rows = tuple(jax.typeof(labels).mat.varying)
+        by_rows_and_vocab = (*by_rows, *used_axes(current_mesh(), (SEQUENCE_AXIS,)))
         sums = (_zeros((), jnp.float32, by_rows),) * 2
         grad_head = _zeros(head.shape, options.numerics.reduce, by_rows_and_vocab) if with_gradient else None
         (sums, grad_head), grad_x = lax.scan(body, (sums, grad_head), inputs)
