@@ -36,6 +36,11 @@ def spec_of(x: jax.Array) -> P:
     return jax.typeof(x).sharding.spec
 
 
+def stage_axes(x: jax.Array) -> tuple[str, ...]:
+    """``("pipeline",)`` inside a pipeline for what each stage has its own shard of, such as the vocabulary; else ()."""
+    return tuple(axis for axis in ("pipeline",) if axis in jax.typeof(x).mat.varying)
+
+
 def island(body: Callable, in_specs: object, out_specs: object) -> Callable:
     """``body`` on local shards, manual over every mesh axis.
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from jaxpar.collectives import current_mesh, island, spec_of, unreduced, varying
+from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, unreduced, varying
 from jaxpar.mesh import used_axes
 from jaxpar.model.decoder import Decoder, Numerics
 from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
@@ -43,6 +43,8 @@ class LossOptions:
     numerics: Numerics
     tied: bool
     """The head is an embedding [V, D] instead of [D, V]."""
+    vocab_axes: tuple[str, ...] = ()
+    """Mesh axes that split the vocabulary; filled in where the loss knows them."""
 
 
 def next_token_loss(
@@ -61,6 +63,18 @@ def next_token_loss(
         (``cross_entropy``, without the z-loss), all float32 scalars.
     """
     x_bsd = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+    return hidden_loss(decoder, x_bsd, batch, z_loss=z_loss, chunk_tokens=chunk_tokens)
+
+
+def hidden_loss(
+    decoder: Decoder,
+    x_bsd: jax.Array,
+    batch: Mapping[str, jax.Array],
+    *,
+    z_loss: float = 0.0,
+    chunk_tokens: int = 0,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """``next_token_loss`` of final hidden states [B, S, D], normalised; reads only the head of the decoder."""
     head, tied = decoder.head_weight
     options = LossOptions(
         vocab_size=decoder.model.vocab_size,
@@ -84,7 +98,8 @@ def token_cross_entropy(
     Args:
         options: static options.
         x_bsd: final hidden states, S sharded over ``tensor``.
-        head: [D, V] or [V, D], V over ``tensor``, D over the gather axes.
+        head: [D, V] or [V, D], V over ``tensor``, D over the gather axes. Inside a pipeline V is first split over the
+            stages, all of which have the same ``x_bsd``.
         labels_bs: int32, 0 <= label < vocab_size wherever the weight is not 0.
         weights_bs: float32.
     """
@@ -112,6 +127,7 @@ def _island(options, x_bsd, head, labels_bs, weights_bs, *, with_gradient):
     mesh = current_mesh()
     rows = P(batch_entry(mesh), None)
     x_spec, head_spec = spec_of(x_bsd), spec_of(head)
+    options = dataclasses.replace(options, vocab_axes=(*stage_axes(head), *used_axes(mesh, (SEQUENCE_AXIS,))))
     body = partial(_local, options, head_spec, axes_of(batch_entry(mesh)), with_gradient)
     out_specs = (P(), P())
     if with_gradient:
@@ -139,6 +155,8 @@ def _local(options, head_spec, batch_axes, with_gradient, x, head, labels, weigh
     if sequence:
         # Each vocabulary shard knows its own part of the hidden states' gradient.
         grad_x = lax.psum_scatter(grad_x, sequence, scatter_dimension=1, tiled=True)
+    if stages := tuple(axis for axis in options.vocab_axes if axis != sequence):
+        grad_x = lax.psum(grad_x, stages)
     if gather_axes:
         grad_head = lax.psum_scatter(grad_head, gather_axes, scatter_dimension=embed_dim, tiled=True)
     return sums, (grad_x, unreduced(grad_head.astype(head_dtype), head_spec.reduced))
@@ -169,7 +187,7 @@ def _scan_chunks(options, with_gradient, x, head, labels, weights):
     else:
         # What a value varies over is part of its type, so the scan must start from zeros of the right type.
         by_rows = tuple(jax.typeof(labels).mat.varying)
-        by_rows_and_vocab = (*by_rows, *used_axes(current_mesh(), (SEQUENCE_AXIS,)))
+        by_rows_and_vocab = (*by_rows, *options.vocab_axes)
         sums = (_zeros((), jnp.float32, by_rows),) * 2
         grad_head = _zeros(head.shape, options.numerics.reduce, by_rows_and_vocab) if with_gradient else None
         (sums, grad_head), grad_x = lax.scan(body, (sums, grad_head), inputs)
@@ -185,18 +203,18 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str, ...]) -> j
 
 def _chunk(options, with_gradient, head, x_cd, labels_c, weights_c):
     """Sums of one chunk, and gradients of its first sum with respect to hidden states and head."""
-    sharded = bool(sequence_entry(current_mesh()))
     shard_vocab = head.shape[0 if options.tied else 1]
-    first_id = lax.axis_index(SEQUENCE_AXIS) * shard_vocab if sharded else 0
-    across = (lambda a: lax.psum(a, SEQUENCE_AXIS)) if sharded else (lambda a: a)
+    axes = options.vocab_axes
+    first_id = lax.axis_index(axes) * shard_vocab if axes else 0
+    across = (lambda a: lax.psum(a, axes)) if axes else (lambda a: a)
 
     head_axes = "vd" if options.tied else "dv"
     logits = jnp.einsum(f"cd,{head_axes}->cv", x_cd, head, preferred_element_type=jnp.float32)
     ids = first_id + jnp.arange(shard_vocab)
     logits = jnp.where(ids < options.vocab_size, logits, -jnp.inf)
     highest = lax.stop_gradient(logits.max(-1))
-    if sharded:
-        highest = lax.pmax(highest, SEQUENCE_AXIS)
+    if axes:
+        highest = lax.pmax(highest, axes)
     exps = jnp.exp(logits - highest[:, None])
     total = across(exps.sum(-1))
     log_partition = jnp.log(total) + highest

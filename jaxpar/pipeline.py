@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -79,9 +80,7 @@ def value_and_grad(
     """
 
     def run(weights: object, ends: object, sides: object) -> Result:
-        num_stages = current_mesh().shape[AXIS]
-        if num_stages != schedule.num_stages:
-            raise ValueError(f"the schedule has {schedule.num_stages} stages, but mesh axis {AXIS} has {num_stages}")
+        _check_stages(schedule)
         end_specs = jax.tree.map(lambda leaf: _manual_part(leaf, (AXIS,)), ends)
         side_specs = jax.tree.map(lambda leaf: _manual_part(leaf, replica_axes), sides)
         return jax.shard_map(
@@ -92,6 +91,34 @@ def value_and_grad(
         )(weights, ends, sides)
 
     return run
+
+
+def forward(
+    schedule: Schedule, *, embed: Embed, stage: Stage, loss: Loss, replica_axes: tuple[str, ...] = ()
+) -> Callable[[object, object, object], tuple[jax.Array, object]]:
+    """A function ``(weights, ends, sides) -> (loss, sums)``: the forward half of ``value_and_grad``, for validation.
+
+    It runs the forward lane of the same table, so it needs no more memory than training, and stops after its last tick.
+    """
+
+    def run(weights: object, ends: object, sides: object) -> tuple[jax.Array, object]:
+        _check_stages(schedule)
+        end_specs = jax.tree.map(lambda leaf: _manual_part(leaf, (AXIS,)), ends)
+        side_specs = jax.tree.map(lambda leaf: _manual_part(leaf, replica_axes), sides)
+        return jax.shard_map(
+            lambda *arguments: _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run_forward(),
+            in_specs=(P(None, AXIS), end_specs, side_specs),
+            out_specs=(P(), P()),
+            axis_names={AXIS, *replica_axes},
+        )(weights, ends, sides)
+
+    return run
+
+
+def _check_stages(schedule: Schedule) -> None:
+    num_stages = current_mesh().shape[AXIS]
+    if num_stages != schedule.num_stages:
+        raise ValueError(f"the schedule has {schedule.num_stages} stages, but mesh axis {AXIS} has {num_stages}")
 
 
 class _Carry(NamedTuple):
@@ -158,6 +185,32 @@ class _Pipeline:
         result = Result(end.loss, lax.psum(end.aux, AXIS), end.sums, weight_grads, end.end_grads)
         return lax.psum(result, self.replica_axes) if self.replica_axes else result
 
+    def run_forward(self) -> tuple[jax.Array, object]:
+        """The ticks up to the last one that has a forward lane, without their backward lanes."""
+        ticks = int(np.flatnonzero(self.schedule.forward_runs)[-1]) + 1
+        mine = {name: self._own_column(table[:ticks]) for name, table in self.schedule.stage_tables().items()}
+        shared = {name: jnp.asarray(table[:ticks]) for name, table in self.schedule.tick_tables().items()}
+
+        def tick(carry: tuple, now: tuple) -> tuple[tuple, None]:
+            from_before, activations, total, sums = carry
+            mine, shared = now
+            activations = _put(activations, from_before, mine["activation_arrival"])
+            embedded = self._embed_lane(shared["embed_microbatch"])
+            y = self._forward_lane(_after(shared["forward_runs"], embedded), mine, shared, embedded, activations)
+
+            def loss() -> tuple[jax.Array, object]:
+                value, parts = self._loss(self.ends, self._last_stage(y), self._side(shared["loss_microbatch"]))
+                return total + self._own(value.astype(jnp.float32)), self._add(sums, parts)
+
+            microbatch = _after(shared["loss_microbatch"], y)
+            total, sums = lax.cond(microbatch >= 0, loss, lambda: (total, sums))
+            return (self._send(_after(y, total), +1), activations, total, sums), None
+
+        activations = self._buffer(self.schedule.num_activation_slots)
+        start = (self.blank, activations, self._own(jnp.float32(0)), self.no_sums)
+        (_, _, total, sums), _ = lax.scan(tick, start, (mine, shared))
+        return lax.psum((total, sums), self.replica_axes) if self.replica_axes else (total, sums)
+
     def _tick(self, carry: _Carry, mine: dict[str, jax.Array], shared: dict[str, jax.Array]) -> _Carry:
         """The five phases of jaxpar.schedule.table, each after the one before it."""
         activations = _put(carry.activations, carry.from_before, mine["activation_arrival"])
@@ -207,7 +260,7 @@ class _Pipeline:
         """Head and loss of the last stage's output, by all stages; the gradient of that output."""
 
         def loss() -> tuple[_Carry, jax.Array]:
-            last = lax.psum(jnp.where(self.index == self.schedule.num_stages - 1, y, 0), AXIS)
+            last = self._last_stage(y)
             side = self._side(microbatch)
             value, pull, sums = jax.vjp(lambda ends, y: self._loss(ends, y, side), self.ends, last, has_aux=True)
             if value.shape or AXIS in jax.typeof(value).mat.varying:
@@ -216,7 +269,7 @@ class _Pipeline:
             return carry._replace(
                 loss=carry.loss + self._own(value.astype(jnp.float32)),
                 end_grads=jax.tree.map(jnp.add, carry.end_grads, end_grads),
-                sums=jax.tree.map(lambda total, part: total + self._own(part), carry.sums, sums),
+                sums=self._add(carry.sums, sums),
             ), _vary(dy)
 
         return lax.cond(microbatch >= 0, loss, lambda: (carry, self.blank))
@@ -287,6 +340,13 @@ class _Pipeline:
     def _side(self, microbatch: jax.Array | int) -> object:
         """Side inputs of a microbatch that is the same on all stages."""
         return jax.tree.map(lambda leaf: _take(leaf, microbatch), self.sides)
+
+    def _last_stage(self, y: jax.Array) -> jax.Array:
+        """What the last stage has of ``y``, on all stages."""
+        return lax.psum(jnp.where(self.index == self.schedule.num_stages - 1, y, 0), AXIS)
+
+    def _add(self, sums: object, parts: object) -> object:
+        return jax.tree.map(lambda total, part: total + self._own(part), sums, parts)
 
     def _own_side(self, microbatch: jax.Array) -> object:
         return jax.tree.map(lambda leaf: _take(_vary(leaf), microbatch), self.sides)

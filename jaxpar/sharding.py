@@ -25,7 +25,7 @@ SEQUENCE_AXIS = "tensor"
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
-    "vocab": ("tensor",),
+    "vocab": ("pipeline", "tensor"),
     "embed": GATHER_AXES,
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

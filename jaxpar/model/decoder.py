@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
@@ -26,6 +27,15 @@ from jaxpar.sharding import batch_entry
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 """Parameters of a block that only some families have; attention takes them by name."""
 
+PRODUCT = "product"
+"""Name, for recomputation, of what matrix products and attention return."""
+
+KEPT = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "products": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+}
+"""What a block keeps for its backward pass besides its input, by kind of recomputation."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
@@ -36,7 +46,8 @@ class Numerics:
     reduce: jnp.dtype
     """Gradient reduce-scatters."""
     remat: str
-    """``none`` or ``full``, see ``train.remat``."""
+    """``none`` or ``full``, see ``train.remat``; ``products`` keeps matrix products and attention, and does the rest
+    again."""
 
     @classmethod
     def of(cls, precision: PrecisionConfig, remat: str) -> Numerics:
@@ -89,7 +100,7 @@ class Block(nnx.Module):
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
-        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.norm_eps)
+        mixed_bshk = checkpoint_name(attention(q_bshk, k_bshk, v_bshk, extras, info, self.norm_eps), PRODUCT)
         x_bsd = x_bsd + self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel)
 
         y_bsd = enter_block(rms_norm(x_bsd, self.mlp_norm[...], self.norm_eps))
@@ -106,7 +117,8 @@ class Block(nnx.Module):
 
         # Without this, autodiff would keep every gathered weight until the backward pass: the whole model per device.
         # With remat = full, the block's own checkpoint already forgets them.
-        return (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
+        result = (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
+        return checkpoint_name(result, PRODUCT)
 
 
 class Decoder(nnx.Module):
@@ -136,21 +148,43 @@ class Decoder(nnx.Module):
             positions_bs: int32 [B, S], position of each token in its document.
             segment_ids_bs: int32 [B, S], see ``SequenceInfo``.
         """
+        info = self.sequence_info(positions_bs, segment_ids_bs)
+        return self.finish(self.run_layers(self.begin(tokens_bs), info))
+
+    def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
+        """What every block needs to know about the rows."""
         model = self.model
         frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
         cos, sin = rope_angles(positions_bs, frequencies)
-        info = SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
+        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
+
+    def begin(self, tokens_bs: jax.Array) -> jax.Array:
+        """What enters the first block, [B, S, D]. Reads only the embedding."""
+        return embed(self.embedding[...], tokens_bs, self.numerics.compute)
+
+    def run_layers(self, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None) -> jax.Array:
+        """All blocks in turn, [B, S, D] -> [B, S, D]. Reads only ``layers``.
+
+        Args:
+            x_bsd: as between blocks.
+            info: of the rows.
+            present_l: bool [L]; where it is False there is no block, and whatever lies there changes nothing.
+        """
         graph, weights = nnx.split(self.layers)
 
-        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, weights)(x, info), None
+        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, None]:
+            weights, present = inputs
+            y = nnx.merge(graph, weights)(x, info)
+            return (y if present is None else jnp.where(present, y, x)), None
 
-        if self.numerics.remat == "full":
+        if self.numerics.remat in KEPT:
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-        x_bsd = embed(self.embedding[...], tokens_bs, self.numerics.compute)
-        x_bsd, _ = jax.lax.scan(layer, x_bsd, weights)
-        return rms_norm(x_bsd, self.final_norm[...], model.norm_eps)
+            layer = jax.checkpoint(layer, policy=KEPT[self.numerics.remat], prevent_cse=False)
+        return jax.lax.scan(layer, x_bsd, (weights, present_l))[0]
+
+    def finish(self, x_bsd: jax.Array) -> jax.Array:
+        """The final norm of what leaves the last block."""
+        return rms_norm(x_bsd, self.final_norm[...], self.model.norm_eps)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:

@@ -8,12 +8,26 @@ from jaxpar.config.errors import Problem
 from jaxpar.config.families import FAMILIES
 from jaxpar.plan.facts import Facts
 
-_TRAINABLE_AXES = "data, fsdp and tensor axes work"
+_TRAINABLE_AXES = "pipeline, data, fsdp and tensor axes work"
 
 
-def pipeline_axis(facts: Facts) -> Iterator[Problem]:
-    """Pipeline parallelism."""
-    yield from _unsupported_axis(facts, "pipeline", "pipeline parallelism")
+def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
+    """What is not proven to give the same result inside a pipeline."""
+    num_stages, config = facts.mesh.get("pipeline", 1), facts.config
+    others = (
+        ("mesh.context", facts.mesh.get("context", 1), 1),
+        ("mesh.expert", facts.mesh.get("expert", 1), 1),
+        ("model.num_experts", facts.model.num_experts, 0),
+        ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
+    )
+    for key, value, working in others:
+        if num_stages > 1 and value != working:
+            yield Problem(
+                key=key,
+                value=value,
+                message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
+                remedy=f"set mesh.pipeline=1, or {key}={working}; pipeline goes with data, fsdp and tensor",
+            )
 
 
 def context_axis(facts: Facts) -> Iterator[Problem]:

@@ -310,9 +310,7 @@ def test_pretrained_directory_needs_weights(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("mesh.pipeline=2", "mesh.pipeline"),
         ("mesh.context=2", "mesh.context"),
-        ("mesh.pipeline=-1", "mesh.pipeline"),
         ("mesh.expert=2", "mesh.expert"),
         ("mesh.fsdp_strategy=grads", "mesh.fsdp_strategy"),
         ("mesh.fsdp_strategy=optimizer", "mesh.fsdp_strategy"),

@@ -30,6 +30,7 @@ MESHES = (
     {"tensor": 4},
     {"fsdp": 4, "tensor": 2},
     {"data": 2, "fsdp": 4},
+    {"pipeline": 2, "tensor": 2},
 )
 
 
@@ -112,6 +113,7 @@ LEGS = {
     "8, 4 and 1 devices": ({"fsdp": 8}, {"data": 2, "fsdp": 2}, {}),
     "1, 8 and 2 devices": ({}, MESH, {"tensor": 2}),
     "4, 8 and 8 devices": ({"fsdp": 2, "tensor": 2}, {"data": 8}, {"fsdp": 4, "tensor": 2}),
+    "stages, none and stages": ({"pipeline": 2, "fsdp": 2}, {"data": 4}, {"pipeline": 2, "data": 2, "tensor": 2}),
 }
 
 
