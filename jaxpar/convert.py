@@ -35,8 +35,7 @@ from jaxpar.config.dims import with_derived_dims
 from jaxpar.config.huggingface import PREFIX, read_model_settings
 from jaxpar.config.huggingface_export import write_model_settings
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
-from jaxpar.hf import hf_keymap, unpadded_shapes
-from jaxpar.model.keymap import decoder_ignored
+from jaxpar.hf import hf_ignored, hf_keymap, unpadded_shapes
 from jaxpar.plan.parameters import param_count
 from jaxpar.reshard import (
     CONVERTIBLE,
@@ -79,11 +78,12 @@ def plan_hf_import(source: str, *, mesh: Mapping[str, int] | None, dtype: str | 
         ValueError: The mesh does not fit the model.
     """
     model = with_derived_dims(ModelConfig(**read_model_settings(source)))
+    tensors = TensorDirectory(source)
     reader = MappedTensors(
-        TensorDirectory(source),
-        hf_keymap(model),
+        tensors,
+        hf_keymap(model, tensors.types),
         shapes=unpadded_shapes(model),
-        ignored=decoder_ignored(tied=model.tie_embeddings),
+        ignored=hf_ignored(model),
         prefix=PARAMS,
         origin=source,
     )
@@ -219,7 +219,7 @@ def plan_export(source: str, *, step: int | None, dtype: str | None, tokenizer: 
 
     Raises:
         CheckpointError: There is no such complete step, or it does not say what model it holds.
-        ConfigError: The family cannot be exported.
+        ConfigError: transformers has no such model.
     """
     directory, step = choose_step(source, step)
     step_directory = directory / str(step)
@@ -355,7 +355,7 @@ def _compare(planned: Export, work: Path, slab_bytes: int, progress: Progress) -
             directory,
             hf_keymap(model),
             shapes=unpadded_shapes(model),
-            ignored=decoder_ignored(tied=model.tie_embeddings),
+            ignored=hf_ignored(model),
             prefix=PARAMS,
             origin=str(work),
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +14,41 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.checkpoint.safetensors import read_tensors
-from jaxpar.config import FAMILIES
+from jaxpar.checkpoint.safetensors import TensorDirectory, read_tensors
 from jaxpar.config.dims import with_derived_dims
 from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
+from jaxpar.families import FAMILIES
+from jaxpar.families.keymap import KeyMap, ParamPath
 from jaxpar.mesh import make_mesh
-from jaxpar.model.keymap import ParamPath, TensorSource, decoder_ignored, decoder_keymap
+from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.parameters import dim_sizes
 from jaxpar.program import decoder_definition
-from jaxpar.sharding import BATCH_AXES, SEQUENCE_AXIS, batch_entry
+from jaxpar.sharding import BATCH_AXES, CONTEXT_AXIS, SEQUENCE_AXIS, batch_entry
 from jaxpar.state import ModelDefinition
 
 
-def hf_keymap(model: ModelConfig) -> dict[ParamPath, TensorSource]:
-    """Where each parameter of a model lies in a Hugging Face checkpoint, to read and to write."""
-    family = FAMILIES[model.family]
-    return decoder_keymap(qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, tied=model.tie_embeddings)
+def hf_keymap(model: ModelConfig, names: Collection[str] = ()) -> KeyMap:
+    """Where each parameter of a model lies in a Hugging Face checkpoint, to read and to write.
+
+    Args:
+        model: the model.
+        names: tensors of the checkpoint that is read. Without any in the family's ``prefix`` it is one of the bare
+            decoder, such as the published GPT-2, and the map is without the prefix too.
+    """
+    hf = FAMILIES[model.family].huggingface
+    keymap = hf.keymap(model.tie_embeddings)
+    if not names or any(name.startswith(hf.prefix) for name in names):
+        return keymap
+    return {
+        path: dataclasses.replace(source, name=source.name.removeprefix(hf.prefix)) for path, source in keymap.items()
+    }
+
+
+def hf_ignored(model: ModelConfig) -> tuple[str, ...]:
+    """Patterns of tensors that a checkpoint may hold and that are not read; a tied head's copy is one."""
+    ignored = FAMILIES[model.family].huggingface.ignored
+    return (*ignored, r"lm_head\.weight") if model.tie_embeddings else ignored
 
 
 def unpadded_shapes(model: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
@@ -54,21 +73,22 @@ def hf_params(
     Raises:
         CheckpointError: tensors are missing, unexpected or of the wrong shape; all are named.
     """
-    arrays = read_tensors(
-        directory,
-        hf_keymap(model),
-        flatten_dict(definition.abstract_on(mesh)),
-        unpadded={"vocab": model.vocab_size},
-        dtype=dtype,
-        ignored=decoder_ignored(tied=model.tie_embeddings),
-    )
+    with TensorDirectory(directory) as tensors:
+        arrays = read_tensors(
+            tensors,
+            hf_keymap(model, tensors.types),
+            flatten_dict(definition.abstract_on(mesh)),
+            unpadded={"vocab": model.vocab_size},
+            dtype=dtype,
+            ignored=hf_ignored(model),
+        )
     return unflatten_dict(arrays)
 
 
 def from_hf(
     directory: str | os.PathLike[str], *, dtype: str = "float32", mesh: Mesh | Mapping[str, int] | None = None
 ) -> HuggingFaceModel:
-    """A model with the weights of a Hugging Face directory (Llama, Qwen2, Qwen3 in safetensors).
+    """A model with the weights of a Hugging Face directory (Llama, Qwen2, Qwen3, Gemma, GPT-2; safetensors).
 
     Args:
         directory: holds config.json and the safetensors.
@@ -119,8 +139,11 @@ class HuggingFaceModel:
                 f"token ids must be 0 to {self.config.vocab_size - 1}, got {tokens.min()} to {tokens.max()}"
             )
         rows, length = tokens.shape
+        if 0 < self.config.max_positions < length:
+            raise ValueError(f"rows have {length} tokens, but model.max_positions is {self.config.max_positions}")
         shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        padding = ((0, -rows % shards), (0, -length % self.mesh.shape[SEQUENCE_AXIS]))
+        parts = sequence_shards(tensor=self.mesh.shape[SEQUENCE_AXIS], context=self.mesh.shape[CONTEXT_AXIS])
+        padding = ((0, -rows % shards), (0, -length % parts))
         padded = np.pad(tokens.astype(np.int32), padding)
         with jax.set_mesh(self.mesh):
             sharded = jax.device_put(padded, NamedSharding(self.mesh, P(batch_entry(self.mesh), None)))

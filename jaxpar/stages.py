@@ -77,7 +77,7 @@ class StagedDecoder:
         bind, train = self.definition.bind, self.config.train
 
         def embed(ends: dict, side: Mapping[str, jax.Array]) -> jax.Array:
-            return bind(ends).begin(side["tokens"])
+            return bind(ends).embedded(side["tokens"], side["positions"])
 
         def stage(weights: dict, x: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
             weights = dict(weights)

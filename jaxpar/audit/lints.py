@@ -18,9 +18,12 @@ class Finding:
 
     rule: str
     message: str
-    collective: Collective
+    collective: Collective | None = None
+    """The instruction at fault; None when it is the program as a whole."""
 
     def __str__(self) -> str:
+        if self.collective is None:
+            return f"{self.rule}: {self.message}"
         place = self.collective.source or self.collective.op_name or self.collective.name
         return f"{self.rule}: {self.message} [{place}]"
 

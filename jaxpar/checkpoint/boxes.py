@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxpar.model.keymap import TensorSource, product
+from jaxpar.families.keymap import TensorSource, product
 
 Bounds = tuple[int, int]
 """Start and stop of a range of indices."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxpar.model.keymap import TensorSource, product
+from jaxpar.families.keymap import TensorSource, product
 
 
 @dataclasses.dataclass(frozen=True)

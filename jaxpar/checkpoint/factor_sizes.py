@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxpar.model.keymap import ParamPath, TensorSource, product
+from jaxpar.families.keymap import ParamPath, TensorSource, product
 
 _Equation = tuple[tuple[tuple[str, ...], ...], int | None, str]
 """Terms whose sum is a size, that size if it is known, and where it stands in words."""

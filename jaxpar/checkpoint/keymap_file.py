@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxpar.config.errors import NO_VALUE, ConfigError, Problem
 from jaxpar.config.keys import nearest_name
 from jaxpar.config.toml_file import key_lines, read_text, syntax_problem
-from jaxpar.model.keymap import ParamPath, TensorSource
+from jaxpar.families.keymap import ParamPath, TensorSource
 
 _SECTIONS = ("params", "sizes", "ignore")
 _ENTRY_KEYS = ("from", "rule")

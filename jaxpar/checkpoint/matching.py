@@ -16,7 +16,7 @@ from jaxpar.checkpoint.coverage import coverage
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.factor_sizes import given_sizes, missing_sizes, name_pattern, solve_sizes, stacked_size
 from jaxpar.checkpoint.tensors import ArrayType
-from jaxpar.model.keymap import HARMLESS_TENSORS, ParamPath, TensorSource
+from jaxpar.families.keymap import HARMLESS_TENSORS, ParamPath, TensorSource
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 """No size is given."""

@@ -31,7 +31,7 @@ from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.matching import NO_SIZES, Matching, same_paths
 from jaxpar.checkpoint.tensors import TensorReader
 from jaxpar.checkpoint.views import fill_box
-from jaxpar.model.keymap import HARMLESS_TENSORS, ParamPath, TensorSource
+from jaxpar.families.keymap import HARMLESS_TENSORS, ParamPath, TensorSource
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -19,7 +19,7 @@ from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.factor_sizes import given_sizes, is_known, missing_sizes, solve_sizes
 from jaxpar.checkpoint.matching import NO_SIZES, Matching, same_paths
 from jaxpar.checkpoint.tensors import ArrayType, TensorReader
-from jaxpar.model.keymap import HARMLESS_TENSORS, ParamPath, TensorSource, product
+from jaxpar.families.keymap import HARMLESS_TENSORS, ParamPath, TensorSource, product
 
 
 class MappedTensors:

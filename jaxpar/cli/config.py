@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.cli.output import output_console
-from jaxpar.config import FAMILIES, PRESETS, ConfigError, LoadedConfig, Problem, load_with_sources
+from jaxpar.config import PRESETS, ConfigError, LoadedConfig, Problem, load_with_sources
 from jaxpar.config.overrides import split_path
 from jaxpar.config.reference import reference_page
 from jaxpar.config.toml_text import toml_lines
@@ -103,7 +103,7 @@ def _print_presets(as_json: bool) -> None:
                 "head_dim": model.head_dim,
                 "mlp_dim": model.mlp_dim,
                 "num_experts": model.num_experts,
-                "trains": FAMILIES[model.family].trainable and not model.num_experts,
+                "trains": not model.num_experts,
             }
         )
     if as_json:

@@ -13,7 +13,11 @@ from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
 from jaxpar.cli.plan import plan
 from jaxpar.cli.schedule import schedule
+from jaxpar.cli.sweep import EPILOG as SWEEP_EPILOG
+from jaxpar.cli.sweep import sweep
 from jaxpar.cli.train import EPILOG, train
+from jaxpar.cli.verify import EPILOG as VERIFY_EPILOG
+from jaxpar.cli.verify import verify
 
 app = typer.Typer(
     name="jaxpar",
@@ -28,6 +32,8 @@ app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
+app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
+app.command("verify", epilog=VERIFY_EPILOG)(verify)
 app.add_typer(data, name="data")
 app.command("inspect")(inspect)
 app.command("verify-checkpoint")(verify_checkpoint)
@@ -41,6 +47,7 @@ EXIT_CODES = {
     "RunFailed": FAILED,
     "StartError": FAILED,
     "StoreError": FAILED,
+    "CompileFailed": FAILED,
 }
 """Errors whose message is all that a user needs, by name: their modules may need JAX, which is not imported here."""
 

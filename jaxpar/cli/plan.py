@@ -1,4 +1,7 @@
-"""``jaxpar plan``: is a mesh legal, does it fit, what does it cost, what is better. Arithmetic only, no device."""
+"""``jaxpar plan``: is a mesh legal, does it fit, what does it cost, what is better. No device is needed.
+
+Arithmetic only, unless the compiler is asked too (``--compile``).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from jaxpar.cli.plan_tables import print_report
 from jaxpar.config import PRESETS, Config, ConfigError, Problem, load_with_sources
 from jaxpar.config.overrides import split_path
 from jaxpar.config.schema import AXES
+from jaxpar.experiments.compile import compile_step, cpu_target, gpu_target
 from jaxpar.plan.catalogue import Gpu, gpu_named
 from jaxpar.plan.evaluation import Task, evaluate_config, task_of
 from jaxpar.plan.facts import Facts, gather_facts
 from jaxpar.plan.inference import plan_inference
 from jaxpar.plan.page import plan_page
-from jaxpar.plan.report import inference_report, search_report, training_report
+from jaxpar.plan.report import inference_report, search_report, training_report, with_compiled
 from jaxpar.plan.rules import LAYOUT_RULES, MODEL_RULES, Rule, find_problems
 from jaxpar.plan.search import search
 from jaxpar.plan.shape import ModelShape, find_shape, shape_of
@@ -44,8 +48,12 @@ Examples:
 A cluster file says what --gpu, --devices and --nodes say, and more: [cluster] gpu, devices, nodes, intra_gb_per_s,
 inter_gb_per_s (per GPU, one direction); [gpu] describes one that the catalogue lacks. Options win over the file.
 
+With --compile gpu the real train step is compiled for the GPUs, without a GPU, in a process of its own (needs the extra
+plan-gpu); with --compile cpu for fake CPU devices. The report has the compiler's memory, every collective, and what is
+wrong with the program.
+
 Exit codes: 0 whenever a plan is printed, also one that does not fit (see the verdict); 2 bad input, an illegal mesh
-among it.
+among it; 1 the compiler failed.
 """
 
 
@@ -70,6 +78,12 @@ def plan(
     search_meshes: Annotated[
         bool, typer.Option("--search", help="Rank all legal meshes of --devices instead of the config's own.")
     ] = False,
+    compile_for: Annotated[
+        Literal["gpu", "cpu"] | None,
+        typer.Option(
+            "--compile", help="Also compile the train step, without a GPU, and report what the compiler says."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained page with plots.")] = None,
 ) -> None:
@@ -79,6 +93,8 @@ def plan(
     described = (
         read_cluster(cluster) if cluster is not None else ClusterFile(gpu=None, num_devices=None, num_nodes=None)
     )
+    if compile_for is not None:
+        _check_compilable(mode, search_meshes, model)
     chosen = gpu_named(gpu) if gpu else described.gpu or gpu_named(DEFAULT_GPU)
     num_devices = devices or described.num_devices
     if mode == "inference":
@@ -98,6 +114,9 @@ def plan(
             raise ConfigError([_NO_DEVICES])
         machine = _cluster(described, chosen, math.prod(facts.mesh.values()), nodes)
         report = training_report(*evaluate_config(facts, shape, machine))
+        if compile_for is not None:
+            target = gpu_target(machine) if compile_for == "gpu" else cpu_target(machine.num_devices)
+            report = with_compiled(report, compile_step(config, target).to_dict())
     if html is not None:
         _write_page(html, plan_page(report))
     if as_json:
@@ -133,6 +152,21 @@ def _load(arguments: list[str], model: str | None) -> tuple[Config, ModelShape]:
     }
     given = [*arguments, *(f"model.{name}={value}" for name, value in settings.items())]
     return load_with_sources(*split_path(given)).config, shape
+
+
+def _check_compilable(mode: str, search_meshes: bool, model: str | None) -> None:
+    """Refuse to compile what is not the train step of one config.
+
+    Raises:
+        ConfigError: Another mode is asked for as well, or a model that no config can say.
+    """
+    if mode != "train" or search_meshes:
+        message = "compiles the train step of one mesh, not inference or a search"
+        remedy = "leave --mode and --search away; the search prints the overrides of its winner"
+        raise ConfigError([Problem(key="--compile", message=message, remedy=remedy)])
+    if model is not None and model not in PRESETS:
+        message = f"the model code cannot build {model}; only its sizes are known"
+        raise ConfigError([Problem(key="--compile", message=message, remedy="compile a preset, see jaxpar config")])
 
 
 def _facts(config: Config, num_devices: int | None, rules: tuple[Rule, ...]) -> Facts:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.cli.compiled_tables import print_compiled
 from jaxpar.cli.output import output_console
 from jaxpar.plan.memory import GIB
 from jaxpar.plan.report import COMPUTE_PARTS, memory_components
@@ -27,6 +28,8 @@ def print_report(report: dict) -> None:
         _print_training(console, report)
     elif report["mode"] == "inference":
         _print_inference(console, report)
+    if "compiled" in report:
+        print_compiled(console, report["compiled"])
     if "ranked" in report:
         _print_search(console, report)
     for problem in report["problems"]:

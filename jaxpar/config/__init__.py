@@ -1,7 +1,6 @@
 """Configuration: frozen schema, presets, TOML and dotted overrides, named errors. Imports no JAX."""
 
 from jaxpar.config.errors import NO_VALUE, ConfigError, Problem
-from jaxpar.config.families import FAMILIES, Family
 from jaxpar.config.load import LoadedConfig, load_config, load_with_sources
 from jaxpar.config.presets import PRESETS
 from jaxpar.config.schema import AXES, BYTE_VOCAB_SIZE, Config
@@ -10,12 +9,10 @@ from jaxpar.config.toml_text import config_to_toml
 __all__ = [
     "AXES",
     "BYTE_VOCAB_SIZE",
-    "FAMILIES",
     "NO_VALUE",
     "PRESETS",
     "Config",
     "ConfigError",
-    "Family",
     "LoadedConfig",
     "Problem",
     "config_to_toml",

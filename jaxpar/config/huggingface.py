@@ -10,14 +10,16 @@ import json
 from pathlib import Path
 
 from jaxpar.config.errors import NO_VALUE, ConfigError, Problem
+from jaxpar.families import FAMILIES
+from jaxpar.families.family import HuggingFace
 
 PREFIX = "hf:"
 """Marks a Hugging Face directory in ``model.init_from``."""
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = tuple(FAMILIES)
 """``model_type`` values that can be read; each is also the family's name."""
 
-KNOWN_MODEL_TYPES = ("gpt2", "gemma", "mixtral", "qwen3_moe")
+KNOWN_MODEL_TYPES = ("mixtral", "qwen3_moe")
 """``model_type`` values that are planned: not yet."""
 
 SHAPE_SETTINGS = frozenset(
@@ -30,20 +32,14 @@ SHAPE_SETTINGS = frozenset(
         "num_kv_heads",
         "head_dim",
         "mlp_dim",
+        "max_positions",
         "tie_embeddings",
     }
 )
 """``model.*`` settings that decide which arrays the checkpoint holds; the others only change what is computed."""
 
-_DIMS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "embed_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "intermediate_size": "mlp_dim",
-}
-# Defaults of transformers for keys that a config.json may leave out.
-_NORM_EPS, _ROPE_THETA, _QWEN3_HEAD_DIM = 1e-6, 10000.0, 128
+_ROPE_THETA = 10000.0
+"""What an absent ``rope_theta`` means."""
 
 _LLAMA3_SCALING = {
     "factor": "factor",
@@ -61,6 +57,7 @@ def read_model_settings(directory: str | Path) -> dict[str, object]:
 
     Returns:
         Setting name -> value. ``rope_scaling`` is a nested dict or None; every setting of the family is present.
+        Dropout rates of GPT-2 are not read: they say how to train, not what the weights compute.
 
     Raises:
         ConfigError: No readable config.json, or one that needs what is not supported. Every such key is named.
@@ -95,14 +92,21 @@ class _Reader:
         if model_type not in SUPPORTED_MODEL_TYPES:
             self.refuse("model_type", self._why_not(model_type), "supported: " + ", ".join(SUPPORTED_MODEL_TYPES))
             raise ConfigError(self.problems)
-        self.refuse_unsupported(model_type)
-        settings = {ours: self.integer(theirs) for theirs, ours in _DIMS.items()}
+        family = FAMILIES[model_type]
+        hf = family.huggingface
+        self.refuse_unsupported(model_type, hf)
+        dims = ("vocab_size", "embed_dim", "num_layers", "num_heads")
+        settings: dict[str, object] = {name: self.integer(hf.keys[name]) for name in dims}
         settings["family"] = model_type
-        settings["num_kv_heads"] = self.num_kv_heads(model_type)
-        settings["head_dim"] = self.head_dim(model_type)
-        settings["tie_embeddings"] = self.typed("tie_word_embeddings", bool, False)
-        settings["norm_eps"] = float(self.typed("rms_norm_eps", (int, float), _NORM_EPS))
-        settings |= self.rope()
+        settings["mlp_dim"] = self.mlp_dim(hf)
+        settings["num_kv_heads"] = self.num_kv_heads(hf)
+        settings["head_dim"] = self.head_dim(hf)
+        settings["tie_embeddings"] = self.typed("tie_word_embeddings", bool, hf.tied)
+        settings["norm_eps"] = float(self.typed(hf.keys["norm_eps"], (int, float), hf.norm_eps))
+        if family.learned_positions:
+            settings["max_positions"] = self.integer(hf.keys["max_positions"])
+        else:
+            settings |= self.rope()
         if self.problems:
             raise ConfigError(self.problems)
         return settings
@@ -127,15 +131,19 @@ class _Reader:
             return f"{', '.join(KNOWN_MODEL_TYPES)}: not yet"
         return "not a model type that jaxpar reads"
 
-    def refuse_unsupported(self, model_type: str) -> None:
+    def refuse_unsupported(self, model_type: str, hf: HuggingFace) -> None:
         """Options that the decoder does not have. Absent keys mean that the option is off."""
         config = self.config
-        for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config", "attention_dropout"):
-            # Qwen2 has its query, key and value biases whatever this key says.
-            if config.get(key) and not (key == "attention_bias" and model_type == "qwen2"):
+        for key in (*hf.refused, "quantization_config"):
+            if config.get(key):
                 self.refuse(key, "not supported", "only checkpoints without it can be read")
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            self.refuse("hidden_act", f"{model_type} blocks here use silu", "only silu can be read")
+        for key, value in hf.required.items():
+            if config.get(key, value) != value:
+                self.refuse(key, "not supported", f"only checkpoints with {value!r} can be read")
+        stated = [key for key in hf.activation_keys if config.get(key) is not None]
+        if stated and config[stated[-1]] not in hf.activations:
+            wanted = hf.activations[0]
+            self.refuse(stated[-1], f"{model_type} blocks here use {wanted}", f"only {wanted} can be read")
         if any(kind != "full_attention" for kind in self.typed("layer_types", list, [])):
             self.refuse("layer_types", "layers with other than full attention are not supported", "full_attention only")
         for source in (config, config.get("rope_parameters"), config.get("rope_scaling")):
@@ -161,26 +169,33 @@ class _Reader:
             self.refuse(key, "must be at least 1", "repair config.json")
         return value or 0
 
-    def num_kv_heads(self, model_type: str) -> int:
-        # transformers' default for an absent key is 32 for Qwen, which no small model means; only null means num_heads.
-        absent = "num_key_value_heads" not in self.config
-        if absent and model_type != "llama":
-            return self.integer("num_key_value_heads")
-        if self.config.get("num_key_value_heads") is None:
-            return self.typed("num_attention_heads", int, 0)
-        return self.integer("num_key_value_heads")
+    def mlp_dim(self, hf: HuggingFace) -> int:
+        if hf.mlp_ratio and self.config.get(hf.keys["mlp_dim"]) is None:
+            return hf.mlp_ratio * self.typed(hf.keys["embed_dim"], int, 0)
+        return self.integer(hf.keys["mlp_dim"])
 
-    def head_dim(self, model_type: str) -> int:
-        if self.config.get("head_dim") is not None:
-            return self.integer("head_dim")
-        if model_type == "qwen3":
-            return _QWEN3_HEAD_DIM
-        num_heads = self.typed("num_attention_heads", int, 0)
-        embed_dim = self.typed("hidden_size", int, 0)
+    def num_kv_heads(self, hf: HuggingFace) -> int:
+        key, num_heads = hf.keys.get("num_kv_heads"), self.typed(hf.keys["num_heads"], int, 0)
+        if key is None:
+            return num_heads
+        # transformers' default for an absent key is e.g. 32 for Qwen, which no small model means; null means num_heads.
+        if key not in self.config and not hf.kv_heads_may_be_absent:
+            return self.integer(key)
+        return num_heads if self.config.get(key) is None else self.integer(key)
+
+    def head_dim(self, hf: HuggingFace) -> int:
+        key = hf.keys.get("head_dim")
+        if key is not None and self.config.get(key) is not None:
+            return self.integer(key)
+        if hf.head_dim is not None:
+            return hf.head_dim
+        num_heads = self.typed(hf.keys["num_heads"], int, 0)
+        embed_dim = self.typed(hf.keys["embed_dim"], int, 0)
         if num_heads < 1 or embed_dim < 1:
             return 0  # already refused by name
         if embed_dim % num_heads:
-            self.refuse("head_dim", f"is absent and {num_heads} heads do not divide {embed_dim}", "add head_dim")
+            remedy = "add head_dim" if key else "repair config.json"
+            self.refuse("head_dim", f"is absent and {num_heads} heads do not divide {embed_dim}", remedy)
         return embed_dim // num_heads
 
     def rope(self) -> dict[str, object]:

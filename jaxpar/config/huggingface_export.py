@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxpar.config.dims import dims_problems, with_derived_dims
 from jaxpar.config.errors import ConfigError, Problem
-from jaxpar.config.huggingface import SUPPORTED_MODEL_TYPES
 from jaxpar.config.schema import ModelConfig
-
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Class of transformers by family; the family is also its ``model_type``."""
-
-_WINDOW = {"max_window_layers": 28, "sliding_window": None}
-_DEFAULTS: Mapping[str, Mapping[str, object]] = {"llama": {}, "qwen2": _WINDOW, "qwen3": _WINDOW}
-"""Keys without meaning for full attention; an original config.json may have others."""
-
-_OFF: Mapping[str, Mapping[str, object]] = {
-    "llama": {"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False},
-    "qwen2": {"attention_dropout": 0.0},
-    "qwen3": {"attention_bias": False, "attention_dropout": 0.0},
-}
-"""Options that our blocks do not have."""
+from jaxpar.families import FAMILIES
+from jaxpar.families.family import HuggingFace
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _REPLACED = (*_DTYPE_KEYS, "head_dim", "rope_parameters", "rope_scaling", "rope_theta", "quantization_config")
@@ -47,53 +34,52 @@ def write_model_settings(
         original: The config.json that the weights came from; keys that ``model`` does not decide are kept, token ids
             among them.
         max_positions: Longest sequence that the model is meant for; ``max_position_embeddings``. None: the original's.
+            A model with learned positions states the length of their table instead.
 
     Returns:
         The file's content, ready for ``json.dump(..., indent=2)``; keys sorted.
 
     Raises:
-        ConfigError: The family cannot be exported, a dimension is missing, the original is of another family, or
-            nothing says how many positions the model has.
+        ConfigError: A dimension is missing or one that transformers does not have, the original is of another family,
+            or nothing says how many positions the model has.
     """
     original = original or {}
     model = with_derived_dims(model)
     if problems := [*_problems(model, original, max_positions), *dims_problems(model)]:
         raise ConfigError(problems)
+    family = FAMILIES[model.family]
+    hf = family.huggingface
     config: dict[str, object] = {
         "initializer_range": model.init_std,
         "use_cache": True,
-        **_DEFAULTS[model.family],
+        **hf.defaults,
         **{key: value for key, value in original.items() if key not in _REPLACED},
-        **_OFF[model.family],
-        "architectures": [_ARCHITECTURES[model.family]],
+        **hf.written,
+        "architectures": [hf.architecture],
         "model_type": model.family,
         **dict.fromkeys(_DTYPE_KEYS, dtype),
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.embed_dim,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "intermediate_size": model.mlp_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
+        **{theirs: getattr(model, ours) for ours, theirs in hf.keys.items() if ours not in ("head_dim", "mlp_dim")},
+        hf.keys["mlp_dim"]: None if hf.mlp_ratio and model.mlp_dim == hf.mlp_ratio * model.embed_dim else model.mlp_dim,
+        **dict.fromkeys(hf.activation_keys, hf.activations[0]),
         "tie_word_embeddings": model.tie_embeddings,
-        **_rope(model),
     }
-    if max_positions is not None:
-        config["max_position_embeddings"] = max_positions
-    # Qwen2's class derives head_dim where the file has none, and its own files have none.
-    if model.family != "qwen2" or model.head_dim * model.num_heads != model.embed_dim:
-        config["head_dim"] = model.head_dim
-    if model.family != "llama":
-        config |= {"use_sliding_window": False, "layer_types": ["full_attention"] * model.num_layers}
+    if not family.learned_positions:
+        config |= _rope(model)
+        if max_positions is not None:
+            config["max_position_embeddings"] = max_positions
+    if "head_dim" in hf.keys and (hf.writes_head_dim == "always" or not _head_dim_is_derived(model)):
+        config[hf.keys["head_dim"]] = model.head_dim
+    if hf.layer_types:
+        config["layer_types"] = ["full_attention"] * model.num_layers
     return dict(sorted(config.items()))
 
 
+def _head_dim_is_derived(model: ModelConfig) -> bool:
+    return model.head_dim * model.num_heads == model.embed_dim
+
+
 def _problems(model: ModelConfig, original: Mapping[str, object], max_positions: int | None) -> list[Problem]:
-    if model.family not in _ARCHITECTURES:
-        remedy = "families that can be exported: " + ", ".join(SUPPORTED_MODEL_TYPES)
-        return [Problem(key="model.family", value=model.family, message="no export to Hugging Face yet", remedy=remedy)]
-    problems = []
+    problems = [*_missing_keys(model, FAMILIES[model.family].huggingface)]
     if not model.vocab_size:
         message = "the file must state the size of the vocabulary"
         problems.append(Problem(key="model.vocab_size", value=0, message=message, remedy="set model.vocab_size"))
@@ -101,11 +87,22 @@ def _problems(model: ModelConfig, original: Mapping[str, object], max_positions:
         message = f"the original config.json has model_type {theirs!r}"
         remedy = "give the config.json that the weights came from, or none"
         problems.append(Problem(key="model.family", value=model.family, message=message, remedy=remedy))
-    if max_positions is None and original.get("max_position_embeddings") is None:
+    has_positions = FAMILIES[model.family].learned_positions
+    if not has_positions and max_positions is None and original.get("max_position_embeddings") is None:
         message = "a RoPE model has no number of positions of its own, but config.json states one"
         remedy = "give the longest sequence that the model is meant for, or the config.json that the weights came from"
         problems.append(Problem(key="max_position_embeddings", message=message, remedy=remedy))
     return problems
+
+
+def _missing_keys(model: ModelConfig, hf: HuggingFace) -> Iterator[Problem]:
+    """Dims for which the family's config.json has no key, so that they must be what transformers takes."""
+    if "num_kv_heads" not in hf.keys and model.num_kv_heads != model.num_heads:
+        message = f"{hf.architecture} of transformers has as many kv heads as heads ({model.num_heads})"
+        yield Problem(key="model.num_kv_heads", value=model.num_kv_heads, message=message, remedy="cannot be exported")
+    if "head_dim" not in hf.keys and not _head_dim_is_derived(model):
+        message = f"heads of transformers' {hf.architecture} are embed_dim / num_heads wide"
+        yield Problem(key="model.head_dim", value=model.head_dim, message=message, remedy="cannot be exported")
 
 
 def _rope(model: ModelConfig) -> dict[str, object]:

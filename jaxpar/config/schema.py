@@ -61,8 +61,8 @@ class ModelConfig:
     preset: str | None = None
     """Public model name whose dimensions are used, e.g. "llama-3.1-8b"; ``jaxpar config --presets`` lists them."""
     family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2"] = "llama"
-    """Architecture: llama (2, 3, 3.1), qwen2 (qkv biases), qwen3 (qk-norm). gemma and gpt2: parameter counts only, not
-    trainable yet."""
+    """Architecture: llama (2, 3, 3.1), qwen2 (qkv biases), qwen3 (qk-norm), gemma (GeGLU, 1 + w norms, scaled
+    embedding), gpt2 (learned positions, LayerNorm, biases, GELU)."""
     vocab_size: NonNegative = 0
     """Number of token ids; 0 takes the tokenizer's."""
     vocab_multiple: Positive = 128
@@ -124,10 +124,14 @@ class MeshConfig:
     expert: Int = 1
     """Devices that shard the experts. Planned by ``jaxpar plan``; training: not yet."""
     context: Int = 1
-    """Devices that shard the sequence in attention. Planned by ``jaxpar plan``; training: not yet."""
+    """Devices that shard the sequence everywhere, attention included, for rows too long for one device; outside
+    attention it shards weights like fsdp. data.seq_len must divide by 2 x context."""
     tensor: Int = 1
     """Devices that shard heads, MLP width and vocabulary (and, between blocks, the sequence); keep it inside one NVLink
     domain."""
+    context_mode: Literal["auto", "ring", "allgather"] = "auto"
+    """How attention meets the keys and values of other context devices: ring passes them on while it computes,
+    allgather collects a whole row's first. auto: ring where a device holds at least 2048 tokens of a row."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
     """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
 
@@ -262,11 +266,11 @@ class OptimConfig:
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     decay_norms: Bool = False
-    """Whether weight decay applies to normalisation scales."""
+    """Whether weight decay applies to normalisation scales (gemma multiplies by 1 + scale: its norms decay to 1)."""
     decay_biases: Bool = False
     """Whether weight decay applies to biases."""
     decay_embeddings: Bool = True
-    """Whether weight decay applies to the token embedding (and a tied head)."""
+    """Whether weight decay applies to the token embedding (and a tied head) and to learned positions."""
     clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
 

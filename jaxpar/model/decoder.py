@@ -17,12 +17,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
-from jaxpar.config import FAMILIES
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
+from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
-from jaxpar.model.layers import embed, rms_norm, rope_angles, rope_frequencies
-from jaxpar.plan.parameters import padded_vocab_size
+from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
+from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
+from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
+
+NORM_START = {"rms": 1, "rms_plus_one": 0, "layer": 1}
+"""Initial norm scales, by ``Family.norm``."""
 
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 """Parameters of a block that only some families have; attention takes them by name."""
@@ -39,7 +43,7 @@ KEPT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Number formats and recomputation, fixed while tracing."""
+    """Number formats, recomputation and the way of context parallelism, fixed while tracing."""
 
     compute: jnp.dtype
     """Products, activations and weight gathers."""
@@ -48,65 +52,125 @@ class Numerics:
     remat: str
     """``none`` or ``full``, see ``train.remat``; ``products`` keeps matrix products and attention, and does the rest
     again."""
+    context_mode: str = "auto"
+    """See ``mesh.context_mode``."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str) -> Numerics:
+    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto") -> Numerics:
         """Numerics that a config asks for."""
-        return cls(compute=jnp.dtype(precision.compute), reduce=jnp.dtype(precision.reduce), remat=remat)
+        compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
+        return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode)
 
 
 def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
     return nnx.Param(value, logical_axes=logical_axes)
 
 
+class Stacked:
+    """Makes the parameters of all blocks, stacked on a leading dim; shapes follow from their logical axes."""
+
+    def __init__(self, model: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self._sizes = {**dim_sizes(model), "norm": model.embed_dim}
+        self._std, self._num_layers = model.init_std, model.num_layers
+        self._dtype, self._rngs = dtype, rngs
+
+    def into(self, *logical_axes: str) -> nnx.Param:
+        """A projection out of the residual stream."""
+        return self._make(nnx.initializers.normal(self._std), logical_axes)
+
+    def back(self, *logical_axes: str) -> nnx.Param:
+        """A projection into the residual stream.
+
+        Two products per block add into it; this keeps its variance independent of depth (GPT-2, section 2.3).
+        """
+        return self._make(nnx.initializers.normal(self._std / math.sqrt(2 * self._num_layers)), logical_axes)
+
+    def full(self, value: float, *logical_axes: str) -> nnx.Param:
+        """Norm scales and biases."""
+        return self._make(nnx.initializers.constant(value), logical_axes)
+
+    def _make(self, init: nnx.Initializer, logical_axes: tuple[str, ...]) -> nnx.Param:
+        shape = (self._num_layers, *(self._sizes[axis] for axis in logical_axes))
+        return _param(init(self._rngs.params(), shape, self._dtype), "layers", *logical_axes)
+
+
 class Block(nnx.Module):
-    """All L blocks: attention and gated MLP, each behind an RMSNorm, added to the residual stream."""
+    """All L blocks: attention and MLP, each behind a norm, added to the residual stream.
+
+    The family's options (``jaxpar.families``) choose the parameters and the functions.
+    """
 
     def __init__(self, model: ModelConfig, numerics: Numerics, dtype: jnp.dtype, rngs: nnx.Rngs):
-        L, D, F = model.num_layers, model.embed_dim, model.mlp_dim
-        H, K, h = model.num_heads, model.num_kv_heads, model.head_dim
-        family = FAMILIES[model.family]
-        self.norm_eps = model.norm_eps
+        self.model = model
         self.numerics = numerics
-        into = nnx.initializers.normal(model.init_std)
-        # Two products per block add into the residual stream; this keeps its variance independent of depth (GPT-2).
-        back = nnx.initializers.normal(model.init_std / math.sqrt(2 * L))
+        new = Stacked(model, dtype, rngs)
+        self._new_norm("attention_norm", new)
+        self._new_attention(new)
+        self._new_norm("mlp_norm", new)
+        self._new_mlp(new)
 
-        def weight(init: nnx.Initializer, shape: tuple[int, ...], *logical_axes: str) -> nnx.Param:
-            return _param(init(rngs.params(), (L, *shape), dtype), "layers", *logical_axes)
+    def _new_norm(self, name: str, new: Stacked) -> None:
+        kind = FAMILIES[self.model.family].norm
+        setattr(self, name, new.full(NORM_START[kind], "norm"))
+        if kind == "layer":
+            setattr(self, f"{name}_bias", new.full(0, "norm"))
 
-        ones, zeros = nnx.initializers.ones, nnx.initializers.zeros
-        self.attention_norm = weight(ones, (D,), "norm")
-        self.q = weight(into, (D, H, h), "embed", "heads", "head_dim")
-        self.k = weight(into, (D, K, h), "embed", "kv_heads", "head_dim")
-        self.v = weight(into, (D, K, h), "embed", "kv_heads", "head_dim")
-        self.o = weight(back, (H, h, D), "heads", "head_dim", "embed")
+    def _new_attention(self, new: Stacked) -> None:
+        family = FAMILIES[self.model.family]
+        self.q = new.into("embed", "heads", "head_dim")
+        self.k = new.into("embed", "kv_heads", "head_dim")
+        self.v = new.into("embed", "kv_heads", "head_dim")
+        self.o = new.back("heads", "head_dim", "embed")
         if family.qkv_bias:
-            self.q_bias = weight(zeros, (H, h), "heads", "head_dim")
-            self.k_bias = weight(zeros, (K, h), "kv_heads", "head_dim")
-            self.v_bias = weight(zeros, (K, h), "kv_heads", "head_dim")
+            self.q_bias = new.full(0, "heads", "head_dim")
+            self.k_bias = new.full(0, "kv_heads", "head_dim")
+            self.v_bias = new.full(0, "kv_heads", "head_dim")
         if family.qk_norm:
-            self.q_norm = weight(ones, (h,), "head_dim")
-            self.k_norm = weight(ones, (h,), "head_dim")
-        self.mlp_norm = weight(ones, (D,), "norm")
-        self.gate = weight(into, (D, F), "embed", "mlp")
-        self.up = weight(into, (D, F), "embed", "mlp")
-        self.down = weight(back, (F, D), "mlp", "embed")
+            self.q_norm = new.full(1, "head_dim")
+            self.k_norm = new.full(1, "head_dim")
+        if family.linear_bias:
+            self.o_bias = new.full(0, "norm")
+
+    def _new_mlp(self, new: Stacked) -> None:
+        family = FAMILIES[self.model.family]
+        if family.gated_mlp:
+            self.gate = new.into("embed", "mlp")
+        self.up = new.into("embed", "mlp")
+        self.down = new.back("mlp", "embed")
+        if family.linear_bias:
+            self.up_bias = new.full(0, "mlp")
+            self.down_bias = new.full(0, "norm")
 
     def __call__(self, x_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
         """One block: [B, S, D] -> [B, S, D]. The parameters have lost their L dim."""
-        y_bsd = enter_block(rms_norm(x_bsd, self.attention_norm[...], self.norm_eps))
+        x_bsd = x_bsd + self._attention(normalised(self, "attention_norm", x_bsd), info)
+        return x_bsd + self._mlp(normalised(self, "mlp_norm", x_bsd))
+
+    def _attention(self, y_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
+        """What attention adds to the residual stream; in and out laid out as between blocks."""
+        y_bsd = enter_block(y_bsd)
         q_bshk = self._product("bsd,dhk->bshk", y_bsd, self.q)
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
-        mixed_bshk = checkpoint_name(attention(q_bshk, k_bshk, v_bshk, extras, info, self.norm_eps), PRODUCT)
-        x_bsd = x_bsd + self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel)
+        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, self.numerics.context_mode)
+        mixed_bshk = checkpoint_name(mixed_bshk, PRODUCT)
+        return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
 
-        y_bsd = enter_block(rms_norm(x_bsd, self.mlp_norm[...], self.norm_eps))
-        gate_bsf = self._product("bsd,df->bsf", y_bsd, self.gate)
-        up_bsf = self._product("bsd,df->bsf", y_bsd, self.up)
-        return x_bsd + self._product("bsf,fd->bsd", jax.nn.silu(gate_bsf) * up_bsf, self.down, row_parallel)
+    def _mlp(self, y_bsd: jax.Array) -> jax.Array:
+        """What the MLP adds to the residual stream; in and out laid out as between blocks."""
+        family = FAMILIES[self.model.family]
+        activate = ACTIVATIONS[family.activation]
+        y_bsd = enter_block(y_bsd)
+        if family.gated_mlp:
+            gate_bsf = self._product("bsd,df->bsf", y_bsd, self.gate)
+        up_bsf = self._biased("up_bias", self._product("bsd,df->bsf", y_bsd, self.up))
+        hidden_bsf = activate(gate_bsf) * up_bsf if family.gated_mlp else activate(up_bsf)
+        return self._biased("down_bias", self._product("bsf,fd->bsd", hidden_bsf, self.down, row_parallel))
+
+    def _biased(self, name: str, x: jax.Array) -> jax.Array:
+        """``x`` plus a bias, where the family has it."""
+        return add_bias(x, getattr(self, name)[...]) if hasattr(self, name) else x
 
     def _product(self, equation: str, x: jax.Array, param: nnx.Param, einsum=jnp.einsum) -> jax.Array:
         """Gather a weight and multiply by it."""
@@ -121,12 +185,21 @@ class Block(nnx.Module):
         return checkpoint_name(result, PRODUCT)
 
 
-class Decoder(nnx.Module):
-    """Token embedding, L blocks, final norm and output head (absent when tied)."""
+def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Array:
+    """Activations through a norm of the family, of which ``module`` has the vectors."""
+    names = [name for name in (name, f"{name}_bias") if hasattr(module, name)]
+    vectors = [getattr(module, name)[...] for name in names]
+    return norm(FAMILIES[module.model.family].norm, x_bsd, vectors, module.model.norm_eps)
 
-    def __init__(self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs):
+
+class Decoder(nnx.Module):
+    """Embedding of tokens (and positions), L blocks, final norm and output head (absent when tied)."""
+
+    def __init__(
+        self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs, context_mode: str = "auto"
+    ):
         self.model = model
-        self.numerics = Numerics.of(precision, remat)
+        self.numerics = Numerics.of(precision, remat, context_mode)
         dtype = jnp.dtype(precision.params)
         V, D = model.vocab_size, model.embed_dim
         padding = padded_vocab_size(model) - V
@@ -134,33 +207,27 @@ class Decoder(nnx.Module):
         # Random values for the true vocabulary only: they do not depend on the padding.
         table = jnp.pad(init(rngs.params(), (V, D), dtype), ((0, padding), (0, 0)))
         self.embedding = _param(table, "vocab", "embed")
+        family = FAMILIES[model.family]
+        if family.learned_positions:
+            self.positions = _param(init(rngs.params(), (model.max_positions, D), dtype), "positions", "embed")
         self.layers = Block(model, self.numerics, dtype, rngs)
-        self.final_norm = _param(jnp.ones((D,), dtype), "norm")
+        self.final_norm = _param(jnp.full((D,), NORM_START[family.norm], dtype), "norm")
+        if family.norm == "layer":
+            self.final_norm_bias = _param(jnp.zeros((D,), dtype), "norm")
         if not model.tie_embeddings:
             head = jnp.pad(init(rngs.params(), (D, V), dtype), ((0, 0), (0, padding)))
             self.head = _param(head, "embed", "vocab")
 
     def hidden(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
-        """Final hidden states [B, S, D], normalised, laid out as between blocks.
+        """Final hidden states [B, S, D], normalised, laid out as between blocks: with a context axis in zig-zag order.
 
         Args:
-            tokens_bs: int32 [B, S].
-            positions_bs: int32 [B, S], position of each token in its document.
+            tokens_bs: int32 [B, S], natural order, S whole; so are the others.
+            positions_bs: int32 [B, S], position of each token in its document; below ``max_positions`` if learned.
             segment_ids_bs: int32 [B, S], see ``SequenceInfo``.
         """
         info = self.sequence_info(positions_bs, segment_ids_bs)
-        return self.finish(self.run_layers(self.begin(tokens_bs), info))
-
-    def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
-        """What every block needs to know about the rows."""
-        model = self.model
-        frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
-        cos, sin = rope_angles(positions_bs, frequencies)
-        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
-
-    def begin(self, tokens_bs: jax.Array) -> jax.Array:
-        """What enters the first block, [B, S, D]. Reads only the embedding."""
-        return embed(self.embedding[...], tokens_bs, self.numerics.compute)
+        return self.finish(self.run_layers(self.embedded(tokens_bs, positions_bs), info))
 
     def run_layers(self, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None) -> jax.Array:
         """All blocks in turn, [B, S, D] -> [B, S, D]. Reads only ``layers``.
@@ -184,7 +251,26 @@ class Decoder(nnx.Module):
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:
         """The final norm of what leaves the last block."""
-        return rms_norm(x_bsd, self.final_norm[...], self.model.norm_eps)
+        return normalised(self, "final_norm", x_bsd)
+
+    def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:
+        """What enters the first block: [B, S, D]. Reads only the embeddings."""
+        family, compute = FAMILIES[self.model.family], self.numerics.compute
+        x_bsd = embed(self.embedding[...], split_sequence(tokens_bs), compute)
+        if family.scaled_embedding:
+            x_bsd = x_bsd * jnp.asarray(math.sqrt(self.model.embed_dim), compute)
+        if family.learned_positions:
+            x_bsd = x_bsd + embed(self.positions[...], split_sequence(positions_bs), compute)
+        return x_bsd
+
+    def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
+        """What attention needs to know about the rows."""
+        model, segment_ids = self.model, zigzag(segment_ids_bs)
+        if FAMILIES[model.family].learned_positions:
+            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids)
+        frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
+        cos, sin = rope_angles(split_sequence(positions_bs), frequencies)
+        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:
@@ -199,4 +285,4 @@ class Decoder(nnx.Module):
         equation = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
         logits = jnp.einsum(equation, x_bsd, head, preferred_element_type=jnp.float32)
         whole = jax.sharding.reshard(logits, P(batch_entry(current_mesh()), None, None))
-        return whole[..., : self.model.vocab_size]
+        return natural_order(whole)[..., : self.model.vocab_size]

@@ -1,12 +1,14 @@
 """Pieces of a decoder block.
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V padded vocabulary, L layers.
-Activations between blocks are [B, S, D] with B over the batch axes and S over ``tensor``.
+Activations between blocks are [B, S, D] with B over the batch axes and S over ``context`` and ``tensor``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, varying
 from jaxpar.config.schema import RopeScaling
-from jaxpar.sharding import BATCH_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
+from jaxpar.sharding import SEQUENCE_AXIS, TOKEN_AXES, axes_of, batch_entry, sequence_entry
 
 
 def normalise(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -24,11 +26,53 @@ def normalise(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (x_f32 * lax.rsqrt(jnp.mean(x_f32 * x_f32, -1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
-def rms_norm(x: jax.Array, scale_d: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm of [B, S, D] activations; the scale's gradient stays a partial sum (see ``collectives``)."""
-    spec, scale_spec = spec_of(x), spec_of(scale_d)
-    body = lambda x, scale: normalise(x, varying(scale, scale_spec.reduced), eps)  # noqa: E731
-    return island(body, (spec, scale_spec), spec)(x, scale_d)
+def normalise_plus_one(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm that multiplies by 1 + scale (Gemma), in float32, result in the dtype of ``x``."""
+    return normalise(x, 1 + scale.astype(jnp.float32), eps)
+
+
+def layer_normalise(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """LayerNorm over the last dim (arXiv 1607.06450), in float32, result in the dtype of ``x``."""
+    x_f32 = x.astype(jnp.float32)
+    x_f32 = x_f32 - jnp.mean(x_f32, -1, keepdims=True)
+    return (x_f32 * lax.rsqrt(jnp.mean(x_f32 * x_f32, -1, keepdims=True) + eps) * scale + bias).astype(x.dtype)
+
+
+NORMS: Mapping[str, Callable[..., jax.Array]] = {
+    "rms": normalise,
+    "rms_plus_one": normalise_plus_one,
+    "layer": layer_normalise,
+}
+"""(x, scale, and bias of a LayerNorm, epsilon) -> x normalised, by ``Family.norm``."""
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+"""By ``Family.activation``."""
+
+
+def norm(kind: str, x: jax.Array, vectors: Sequence[jax.Array], eps: float) -> jax.Array:
+    """One of ``NORMS`` on [B, S, D] activations; gradients of the vectors stay partial sums (see ``collectives``)."""
+    spec, vector_specs = spec_of(x), [spec_of(vector) for vector in vectors]
+
+    def local(x: jax.Array, *vectors: jax.Array) -> jax.Array:
+        return NORMS[kind](x, *(varying(v, s.reduced) for v, s in zip(vectors, vector_specs, strict=True)), eps)
+
+    return island(local, (spec, *vector_specs), spec)(x, *vectors)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Add a vector over the last dim, sharded like it, in float32; the result has the dtype of ``x``.
+
+    The gradient of the bias is then a float32 sum over tokens.
+    """
+    spec, bias_spec = spec_of(x), spec_of(bias)
+
+    def local(x: jax.Array, bias: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) + varying(bias, bias_spec.reduced)).astype(x.dtype)
+
+    return island(local, (spec, bias_spec), spec)(x, bias)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> list[float]:
@@ -67,13 +111,13 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     """Look tokens up in a table sharded over vocabulary and embed, moving activations instead of the table.
 
     Each device looks the tokens of its whole gather group up in its own columns; ``psum_scatter`` adds the vocabulary
-    shards up and cuts the sequence; an all-to-all trades columns for rows. The gradient takes the same way back, so
+    shards up and cuts the sequence; an all-to-all trades columns for tokens. The gradient takes the same way back, so
     the table is never gathered and its gradient needs no reduction over the gather axes.
 
     Args:
-        table_vd: [V, D], V over ``tensor``, D over the gather axes. Inside a pipeline V is first split over the stages,
-            and all of them look tokens up for the one that needs them.
-        tokens_bs: int32 [B, S], B over the batch axes.
+        table_vd: [V, D], V over ``tensor`` or whole (a table of positions), D over the gather axes. Inside a pipeline a
+            vocabulary is first split over the stages, and all of them look tokens up for the one that needs them.
+        tokens_bs: int32 [B, S], B over the batch axes, S over ``context``; rows of the table.
         compute: dtype of the result.
 
     Returns:
@@ -82,12 +126,13 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     mesh = current_mesh()
     table_spec = spec_of(table_vd)
     vocab_axes, embed_axes = (axes_of(entry) for entry in table_spec.partitions)
-    exchange_axes = tuple(axis for axis in embed_axes if axis in BATCH_AXES)
-    stages = stage_axes(table_vd)
+    exchange_axes = tuple(axis for axis in embed_axes if axis in TOKEN_AXES)
+    stages, tensor = stage_axes(table_vd), mesh.shape[SEQUENCE_AXIS]
     shard_axes = (*stages, *vocab_axes)
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         table = varying(table, table_spec.reduced)
+        # Members of the group that differ in their part of the sequence are further rows here.
         if exchange_axes:
             tokens = lax.all_gather(tokens, exchange_axes, axis=0, tiled=True)
         if shard_axes:
@@ -95,6 +140,9 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
             mine = (tokens >= 0) & (tokens < table.shape[0])
             rows = jnp.where(mine[..., None], table[jnp.where(mine, tokens, 0)], 0).astype(compute)
         else:
+            if tensor > 1:
+                length = tokens.shape[1] // tensor
+                tokens = lax.dynamic_slice_in_dim(tokens, lax.axis_index(SEQUENCE_AXIS) * length, length, axis=1)
             rows = table[tokens].astype(compute)
         if vocab_axes:
             rows = lax.psum_scatter(rows, SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
@@ -103,5 +151,5 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
         return rows
 
     out_spec = P(batch_entry(mesh), sequence_entry(mesh), None)
-    rows = island(local, (table_spec, P(batch_entry(mesh), None)), out_spec)(table_vd, tokens_bs)
+    rows = island(local, (table_spec, spec_of(tokens_bs)), out_spec)(table_vd, tokens_bs)
     return lax.psum(rows, stages) if stages else rows

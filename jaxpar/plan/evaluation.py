@@ -55,8 +55,8 @@ class Evaluation:
 
 
 def trains_today(layout: Layout) -> bool:
-    """Whether the trainer can run such a layout already: pipeline, data, fsdp and tensor axes, full sharding."""
-    return layout.context == layout.expert == 1 and layout.strategy in ("none", "full")
+    """Whether the trainer can run such a layout already: no expert axis, context without a pipeline, full sharding."""
+    return layout.expert == 1 and 1 in (layout.pipeline, layout.context) and layout.strategy in ("none", "full")
 
 
 def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:

@@ -7,9 +7,9 @@ import math
 
 from jaxpar.config.dims import dims_problems, with_derived_dims
 from jaxpar.config.errors import ConfigError, Problem
-from jaxpar.config.families import FAMILIES
 from jaxpar.config.presets import find_preset
 from jaxpar.config.schema import ModelConfig
+from jaxpar.families import FAMILIES
 
 _UNKNOWN_VOCABULARY = Problem(
     key="model.vocab_size",

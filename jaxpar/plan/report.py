@@ -72,6 +72,17 @@ def training_report(task: Task, plan: Evaluation) -> dict:
     }
 
 
+def with_compiled(report: dict, compiled: dict) -> dict:
+    """A training report with what the compiler says of the same step, next to the arithmetic.
+
+    ``arithmetic_bytes`` is ``memory.total_bytes`` without the reserve, which the compiler does not know of;
+    ``difference`` how far it is above (or below, negative) the compiler's peak, as a share of that.
+    """
+    arithmetic = report["memory"]["total_bytes"] - report["memory"]["reserve"]
+    difference = arithmetic / compiled["peak_bytes"] - 1
+    return {**report, "compiled": {**compiled, "arithmetic_bytes": arithmetic, "difference": difference}}
+
+
 def search_report(task: Task, result: SearchResult) -> dict:
     """The winner's report with the ranking, what was rejected and why; without a winner, those alone."""
     found = {

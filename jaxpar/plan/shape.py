@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 from jaxpar.config.dims import with_derived_dims
 from jaxpar.config.errors import ConfigError, Problem
-from jaxpar.config.families import FAMILIES
 from jaxpar.config.keys import nearest_name
 from jaxpar.config.schema import ModelConfig
+from jaxpar.families import FAMILIES
 from jaxpar.plan.flops import Convention
 from jaxpar.plan.parameters import count_parameters, padded_vocab_size
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.config.families import FAMILIES
 from jaxpar.plan.facts import Facts
-
-_TRAINABLE_AXES = "pipeline, data, fsdp and tensor axes work"
 
 
 def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
     """What is not proven to give the same result inside a pipeline."""
     num_stages, config = facts.mesh.get("pipeline", 1), facts.config
     others = (
-        ("mesh.context", facts.mesh.get("context", 1), 1),
         ("mesh.expert", facts.mesh.get("expert", 1), 1),
         ("model.num_experts", facts.model.num_experts, 0),
         ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
@@ -30,9 +26,21 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def context_axis(facts: Facts) -> Iterator[Problem]:
-    """Context parallelism."""
-    yield from _unsupported_axis(facts, "context", "context parallelism (ring attention)")
+def context_combinations(facts: Facts) -> Iterator[Problem]:
+    """Context parallelism together with what it has not been proven with."""
+    if facts.mesh.get("context", 1) == 1:
+        return
+    for key, value, applies in (
+        ("mesh.pipeline", facts.config.mesh.pipeline, facts.mesh.get("pipeline", 1) > 1),
+        ("model.num_experts", facts.model.num_experts, facts.model.num_experts > 0),
+    ):
+        if applies:
+            yield Problem(
+                key=key,
+                value=value,
+                message=f"together with mesh.context = {facts.mesh['context']}: not yet",
+                remedy="set mesh.context=1; context works with data, fsdp and tensor axes and dense models",
+            )
 
 
 def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
@@ -56,19 +64,6 @@ def optimizer(facts: Facts) -> Iterator[Problem]:
         yield Problem(key="optim.name", value=name, message="not yet", remedy='"adamw" works')
 
 
-def family_trainable(facts: Facts) -> Iterator[Problem]:
-    """Families of which only the sizes are known."""
-    family = facts.model.family
-    if not FAMILIES[family].trainable:
-        working = ", ".join(name for name, options in FAMILIES.items() if options.trainable)
-        yield Problem(
-            key="model.family",
-            value=family,
-            message="training this family: not yet (its parameter counts are known)",
-            remedy=f"these families train: {working}",
-        )
-
-
 def dense_model(facts: Facts) -> Iterator[Problem]:
     """Mixtures of experts are planned, not trained."""
     if facts.model.num_experts:
@@ -77,17 +72,4 @@ def dense_model(facts: Facts) -> Iterator[Problem]:
             value=facts.model.num_experts,
             message="training mixture-of-experts models: not yet (`jaxpar plan` plans them)",
             remedy="dense presets work; `jaxpar config --presets` says which models train",
-        )
-
-
-def _unsupported_axis(facts: Facts, axis: str, what: str) -> Iterator[Problem]:
-    size = facts.mesh.get(axis, 1)
-    if size > 1:
-        given = getattr(facts.config.mesh, axis)
-        resolved = f" (-1 is {size} here)" if given == -1 else ""
-        yield Problem(
-            key=f"mesh.{axis}",
-            value=given,
-            message=f"{what}: not yet{resolved}",
-            remedy=f"set mesh.{axis}=1; {_TRAINABLE_AXES}",
         )

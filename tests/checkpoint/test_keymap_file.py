@@ -9,7 +9,8 @@ import pytest
 from jaxpar.checkpoint.keymap_file import read_keymap_file
 from jaxpar.checkpoint.views import ExportedTensors, MappedTensors
 from jaxpar.config import ConfigError
-from jaxpar.model.keymap import TensorSource, decoder_keymap
+from jaxpar.families.keymap import TensorSource
+from jaxpar.families.llama import llama_keymap
 from tests.checkpoint.arrays import ArrayReader, whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "key-maps.md"
@@ -35,9 +36,7 @@ def params():
         "layers/up": (L, D, F),
         "layers/down": (L, F, D),
     }
-    assert {tuple(name.split("/")) for name in shapes} == decoder_keymap(
-        qkv_bias=False, qk_norm=False, tied=False
-    ).keys()
+    assert {tuple(name.split("/")) for name in shapes} == llama_keymap(False).keys()
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 

@@ -25,7 +25,8 @@ from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.safetensors import TensorDirectory, read_tensors
 from jaxpar.checkpoint.safetensors_writer import TensorFilesWriter
 from jaxpar.checkpoint.views import row_slabs
-from jaxpar.model.keymap import TensorSource, decoder_ignored, decoder_keymap
+from jaxpar.families.keymap import HARMLESS_TENSORS, TensorSource
+from jaxpar.families.llama import llama_keymap
 
 ORACLE = Path(__file__).parents[1] / "data" / "hf"
 FAMILIES = {
@@ -121,12 +122,16 @@ def llama(tmp_path) -> Path:
     return Path(shutil.copy(ORACLE / "llama" / "model.safetensors", tmp_path / "llama")).parent
 
 
+def ignored(tied):
+    return (*HARMLESS_TENSORS, r"lm_head\.weight") if tied else HARMLESS_TENSORS
+
+
 def read(directory, *, family="llama", **options):
     flags = FAMILIES[family]
     params = independent_parameters(load_file(ORACLE / family / "model.safetensors"), family)
     targets = options.pop("targets", None) or targets_of(params)
-    options = {"unpadded": {"vocab": VOCAB}, "ignored": decoder_ignored(tied=flags["tied"])} | options
-    return read_tensors(directory, decoder_keymap(**flags), targets, **options)
+    options = {"unpadded": {"vocab": VOCAB}, "ignored": ignored(flags["tied"])} | options
+    return read_tensors(directory, llama_keymap(**flags), targets, **options)
 
 
 # --- the key map and the files of four families -----------------------------------------------------------------------
@@ -134,7 +139,7 @@ def read(directory, *, family="llama", **options):
 
 def fully_sharded(path, shape):
     """As the trainer shards: fsdp on embed, tensor on heads, mlp and vocab."""
-    dims = decoder_keymap(qkv_bias=True, qk_norm=True, tied=False)[path].dims
+    dims = llama_keymap(False, qkv_bias=True, qk_norm=True)[path].dims
     axes = {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
     return P(*(axes.get(dim) for dim in dims))
 
@@ -234,7 +239,7 @@ def test_every_shard_of_every_spec_is_exact_and_read_once():
     """All placements of the axes on the dims of q and o, embedding and head, against numpy, with bytes counted."""
     tensors = load_file(ORACLE / "qwen3" / "model.safetensors")
     want = independent_parameters(tensors, "qwen3")
-    keymap = decoder_keymap(**FAMILIES["qwen3"])
+    keymap = llama_keymap(**FAMILIES["qwen3"])
     checked = 0
     for path in (("layers", "q"), ("layers", "o"), ("embedding",), ("head",)):
         value, true_vocab = want[path], {"vocab": VOCAB}
@@ -398,7 +403,7 @@ def test_harmless_tensors_are_ignored_and_a_copy_of_a_tied_head(tmp_path):
     change(tmp_path, update)
     assert ("head",) not in read(tmp_path, family="llama31")
     with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: lm_head\.weight"):
-        read(tmp_path, family="llama31", ignored=decoder_ignored(tied=False))
+        read(tmp_path, family="llama31", ignored=ignored(tied=False))
 
 
 def test_a_directory_without_safetensors_says_what_is_there(tmp_path):

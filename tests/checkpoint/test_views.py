@@ -18,7 +18,7 @@ from jaxpar.checkpoint.boxes import pieces
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.checkpoint.safetensors import read_tensors
 from jaxpar.checkpoint.views import ExportedTensors, MappedTensors, row_slabs
-from jaxpar.model.keymap import TensorSource
+from jaxpar.families.keymap import TensorSource
 from tests.checkpoint.arrays import ArrayReader, whole
 
 # --- any rule, any box ------------------------------------------------------------------------------------------------

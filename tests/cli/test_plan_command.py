@@ -227,3 +227,36 @@ def test_it_starts_fast_and_without_jax():
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)["verdict"] == "fits"
     assert seconds < 10  # under 1 s on a machine that does nothing else
+
+
+COMPILED = [
+    "model.vocab_size=257",
+    "model.embed_dim=32",
+    "model.num_layers=3",
+    "model.num_heads=4",
+    "model.mlp_dim=64",
+    "mesh.fsdp=4",
+    "data.seq_len=16",
+    "train.global_batch_size=4",
+]
+
+
+def test_compile_reads_the_real_step():
+    """On fake CPU devices, which need no wheels; the GPU programs are in tests/h100."""
+    compiled = report_of(*COMPILED, "--compile", "cpu")["compiled"]
+    assert "fake CPU devices" in compiled["target"]
+    wanted = {"op", "axis", "loop", "trips", "count", "bytes", "dtype", "async", "overlapped"}
+    assert all(row.keys() == wanted for row in compiled["collectives"])
+    gathers = [row for row in compiled["collectives"] if row["op"] == "all-gather" and row["loop"]]
+    assert {(row["axis"], row["loop"], row["trips"], row["count"]) for row in gathers} == {
+        ("fsdp", "forward", 3, 7),
+        ("fsdp", "backward", 3, 7),
+    }
+    assert compiled["lints"] == []
+    assert 0 < compiled["argument_bytes"] < compiled["peak_bytes"]
+    assert compiled["difference"] == pytest.approx(compiled["arithmetic_bytes"] / compiled["peak_bytes"] - 1)
+
+
+@pytest.mark.parametrize("also", [["--search"], ["--mode", "inference"], ["--model", "deepseek-v3"]])
+def test_compile_is_for_one_train_step(also):
+    assert "--compile" in problems_of(*LLAMA_8B, *also, *ON_64, "--compile", "cpu")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.config.families import FAMILIES
 from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.huggingface_export import write_model_settings
 from jaxpar.config.presets import PRESETS
 from jaxpar.config.schema import ModelConfig, RopeScaling
+from jaxpar.families import FAMILIES
 
 HF = Path(__file__).parents[1] / "data" / "hf"
-ORACLES = ("llama", "llama31", "qwen2", "qwen3")
+ORACLES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2")
 
 LEFT_ASIDE = {
     "bos_token_id": "the tokenizer's, not the model's",
@@ -22,6 +22,11 @@ LEFT_ASIDE = {
     "pad_token_id": "the tokenizer's, not the model's",
     "pretraining_tp": "1 is what an absent key means; it changes no result",
     "transformers_version": "says who wrote the file",
+    "summary_activation": "of another head than the language model's, as are the next four",
+    "summary_first_dropout": "",
+    "summary_proj_to_labels": "",
+    "summary_type": "",
+    "summary_use_proj": "",
 }
 """Keys of transformers' own files that are not written unless an original has them."""
 
@@ -34,18 +39,20 @@ def read_back(config, tmp_path):
 def settings_of(model):
     """What read_model_settings gives for a model, from the model itself."""
     names = ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "family", "num_kv_heads", "head_dim")
-    names += ("tie_embeddings", "norm_eps", "rope_theta")
+    names += ("tie_embeddings", "norm_eps")
+    if FAMILIES[model.family].learned_positions:
+        return {name: getattr(model, name) for name in (*names, "max_positions")}
     scaling = None if model.rope_scaling is None else dataclasses.asdict(model.rope_scaling)
-    return {name: getattr(model, name) for name in names} | {"rope_scaling": scaling}
+    return {name: getattr(model, name) for name in (*names, "rope_theta")} | {"rope_scaling": scaling}
 
 
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if FAMILIES[preset.model.family].trainable])
-def test_every_trainable_preset_reads_back(name, tmp_path):
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_reads_back(name, tmp_path):
     model = PRESETS[name].model
     assert read_back(write_model_settings(model, "bfloat16", max_positions=4096), tmp_path) == settings_of(model)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
 @pytest.mark.parametrize("scaling", [None, RopeScaling(factor=2.0, original_max_positions=16)])
 @pytest.mark.parametrize("head_dim", [0, 24])
 def test_every_family_reads_back_with_every_option(family, scaling, head_dim, tmp_path):
@@ -79,7 +86,8 @@ def test_what_transformers_wrote_is_written_again(name):
     assert {key: ours.get(key, "absent") for key in theirs if key not in LEFT_ASIDE} == {
         key: value for key, value in theirs.items() if key not in LEFT_ASIDE
     }
-    assert ours.keys() - theirs.keys() == {"rope_theta", "rope_scaling", "torch_dtype"}
+    older = set() if FAMILIES[model.family].learned_positions else {"rope_theta", "rope_scaling"}
+    assert ours.keys() - theirs.keys() == {*older, "torch_dtype"}
     again = write_model_settings(model, "float32", original=theirs)
     assert {key: again[key] for key in theirs} == theirs
     assert list(again) == sorted(again)
@@ -102,7 +110,8 @@ def test_the_original_keeps_its_keys_but_not_its_dimensions(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "options", "named"),
     [
-        ({"family": "gemma"}, {}, "model.family = 'gemma': no export"),
+        ({"family": "gpt2"}, {}, "model.num_kv_heads = 4: GPT2LMHeadModel"),
+        ({"family": "gpt2", "num_kv_heads": 8, "head_dim": 32}, {}, "model.head_dim = 32"),
         ({"vocab_size": 0}, {}, "model.vocab_size"),
         ({"mlp_dim": 0}, {}, "model.mlp_dim"),
         ({}, {"original": {"model_type": "qwen3"}}, "model_type 'qwen3'"),
@@ -116,9 +125,12 @@ def test_what_cannot_be_written_is_named(changes, options, named):
     assert named in str(caught.value)
 
 
-def test_every_trainable_family_can_be_exported():
-    for name, family in FAMILIES.items():
-        if family.trainable:
-            write_model_settings(
-                dataclasses.replace(PRESETS["tiny-bytes"].model, family=name), "float32", max_positions=1
-            )
+@pytest.mark.parametrize("mlp_dim", [256, 100])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt2_reads_back_with_every_option(mlp_dim, tied, tmp_path):
+    dims = {"embed_dim": 64, "num_layers": 3, "num_heads": 4, "mlp_dim": mlp_dim, "max_positions": 9}
+    model = ModelConfig(family="gpt2", vocab_size=11, norm_eps=3e-5, tie_embeddings=tied, **dims)
+    config = write_model_settings(model, "float32", max_positions=5)
+    assert config["n_inner"] == (None if mlp_dim == 256 else mlp_dim)
+    assert "max_position_embeddings" not in config  # the table's length is the model's own
+    assert read_back(config, tmp_path) == settings_of(dataclasses.replace(model, num_kv_heads=4, head_dim=16))

@@ -22,7 +22,7 @@ from jaxpar.convert import export, keep_side_files, plan_export, plan_hf_import
 from jaxpar.reshard import reshard
 from tests.parity.harness import DATA
 
-ORACLES = ("llama", "llama31", "qwen2", "qwen3")
+ORACLES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2")
 MEMORY = 4 * 2**30
 
 

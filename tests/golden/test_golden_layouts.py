@@ -29,6 +29,8 @@ MODELS = {
     "llama-3.1-8b data2 fsdp4": ("model.preset=llama-3.1-8b", "mesh.data=2", "mesh.fsdp=4"),
     "llama-3.1-8b bfloat16 data8": ("model.preset=llama-3.1-8b", "mesh.data=8", "precision.params=bfloat16"),
     "qwen2.5-0.5b fsdp4 tensor2": ("model.preset=qwen2.5-0.5b", "mesh.fsdp=4", "mesh.tensor=2"),
+    "gemma-7b fsdp4 tensor2": ("model.preset=gemma-7b", "mesh.fsdp=4", "mesh.tensor=2"),
+    "gpt2-124m fsdp4 tensor2": ("model.preset=gpt2-124m", "mesh.fsdp=4", "mesh.tensor=2"),
     "qwen3-8b data2 fsdp2 tensor2": ("model.preset=qwen3-8b", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
 }
 """Public models on meshes of interest: name -> overrides."""

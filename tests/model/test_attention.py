@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import make_mesh
 from jaxpar.model.attention import SequenceInfo, attention
-from jaxpar.model.layers import rms_norm, rope_angles, rope_frequencies
+from jaxpar.model.layers import norm, rope_angles, rope_frequencies
 
 B, S, H, K, HEAD, EPS = 4, 12, 4, 2, 8, 1e-6
 
@@ -90,7 +90,7 @@ def test_rms_norm_works_in_float32():
     scale = 1 + 0.1 * rng.normal(size=64)
     with jax.set_mesh(mesh):
         x_bf16 = jax.device_put(jnp.asarray(x, jnp.bfloat16), NamedSharding(mesh, P(None, None, None)))
-        out = jax.jit(lambda x, scale: rms_norm(x, scale, EPS))(
+        out = jax.jit(lambda x, scale: norm("rms", x, [scale], EPS))(
             x_bf16, jax.device_put(jnp.asarray(scale, jnp.float32), NamedSharding(mesh, P(None)))
         )
     assert out.dtype == jnp.bfloat16

@@ -4,6 +4,8 @@ Layout faults do nothing on one device, so the parity check must see them. Fault
 every mesh, so the outside oracle must. Faults in the data order must show in the ids or the rows.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ import jaxpar.model.layers
 import jaxpar.step
 from tests.parity import test_hf
 from tests.parity.harness import assert_same, build, model_key, parity_config, single_device, train
+from tests.parity.test_meshes import GPT2
 
 pytestmark = pytest.mark.proof
 
@@ -80,6 +83,11 @@ class Lax:
 
 
 LAYOUT_FAULTS = {
+    "every tensor device adds the first positions": lambda m: m.setattr(
+        jaxpar.model.layers,
+        "lax",
+        Lax(dynamic_slice_in_dim=lambda x, start, *args, **kwargs: lax.dynamic_slice_in_dim(x, 0, *args, **kwargs)),
+    ),
     "gradients doubled where they were partial sums": lambda m: m.setattr(
         jaxpar.step, "finish_reduction", scaled_where_partial(2.0)
     ),
@@ -112,10 +120,11 @@ LAYOUT_FAULTS = {
 
 @pytest.mark.parametrize("name", LAYOUT_FAULTS)
 def test_layout_fault_breaks_parity(name, monkeypatch):
-    expected = single_device(model_key({}), 2, "full")
+    model = dict(model_key(GPT2 if "positions" in name else {}))
+    expected = single_device(model_key(model), 2, "full")
     LAYOUT_FAULTS[name](monkeypatch)
     with pytest.raises(AssertionError):
-        assert_same(train(build(parity_config(MESH, train={"microbatches": 2}))), expected)
+        assert_same(train(build(parity_config(MESH, model=model, train={"microbatches": 2}))), expected)
 
 
 STEP_FAULTS = {
@@ -186,6 +195,26 @@ MATHEMATICS_FAULTS = {
         ),
     ),
     "biases ignored": ("qwen2", lambda m: m.setattr(jaxpar.model.decoder, "EXTRAS", ())),
+    "gemma's norms multiply by their scale alone": (
+        "gemma",
+        lambda m: m.setitem(jaxpar.model.layers.NORMS, "rms_plus_one", jaxpar.model.layers.normalise),
+    ),
+    "gemma's gate without the tanh form": (
+        "gemma",
+        lambda m: m.setitem(jaxpar.model.layers.ACTIVATIONS, "gelu_tanh", partial(jax.nn.gelu, approximate=False)),
+    ),
+    "LayerNorm without the mean": (
+        "gpt2",
+        lambda m: m.setitem(
+            jaxpar.model.layers.NORMS,
+            "layer",
+            lambda x, scale, bias, eps: jaxpar.model.layers.normalise(x, scale, eps) + bias,
+        ),
+    ),
+    "biases of projections ignored": (
+        "gpt2",
+        lambda m: m.setattr(jaxpar.model.decoder.Block, "_biased", lambda self, name, x: x),
+    ),
     "qk-norm ignored": ("qwen3", lambda m: m.setattr(jaxpar.model.decoder, "EXTRAS", ())),
     "tied head gets no gradient": (
         "llama31",

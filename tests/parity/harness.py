@@ -12,8 +12,11 @@ import numpy as np
 
 from jaxpar.config import Config
 from jaxpar.config.schema import ModelConfig
+from jaxpar.experiments.parity import packed_batch as random_batch
+from jaxpar.experiments.parity import relative_differences as gradient_errors
+from jaxpar.experiments.parity import scaled_differences
 from jaxpar.plan.resolve import resolve
-from jaxpar.program import BATCH_DTYPES, Program
+from jaxpar.program import Program
 from jaxpar.step import matmul_precision, update
 
 DATA = Path(__file__).parents[1] / "data"
@@ -42,30 +45,6 @@ def parity_config(sizes: dict[str, int], **sections: dict) -> Config:
         "optim": {"lr": 1e-2, "eps": 1e-4, "warmup_steps": 2, "clip_norm": 0.5},
     }
     return Config(**{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}})
-
-
-def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Packed rows with uneven numbers of weighted tokens; with several microbatches, the last one has none at all."""
-    rng = np.random.default_rng(seed)
-    rows, length = config.train.global_batch_size, config.data.seq_len
-    vocab = config.model.vocab_size
-    starts = rng.random((rows, length)) < 0.2
-    starts[:, 0] = True
-    segments = np.cumsum(starts, 1)
-    index = np.arange(length)
-    positions = index - np.maximum.accumulate(np.where(starts, index, 0), 1)
-    weights = (rng.random((rows, length)) < rng.random((rows, 1))).astype(np.float32)
-    if config.train.microbatches > 1:
-        weights[-(rows // config.train.microbatches) :] = 0
-    batch = {
-        "tokens": rng.integers(0, vocab, (rows, length)),
-        "labels": rng.integers(0, vocab, (rows, length)),
-        "positions": positions,
-        "segment_ids": segments,
-        "weights": weights,
-    }
-    shape = (config.train.microbatches, rows // config.train.microbatches, length)
-    return {name: array.astype(BATCH_DTYPES[name]).reshape(shape) for name, array in batch.items()}
 
 
 def build(config: Config) -> Program:
@@ -134,18 +113,6 @@ def assert_replicas_equal(tree: object) -> None:
             assert first.tobytes() == data.tobytes(), f"{jax.tree_util.keystr(path)} differs between replicas"
 
 
-def gradient_errors(actual: dict, expected: dict) -> dict[str, float]:
-    """|a - b| / max(norm of the leaf, 1e-3 x global norm), per leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(expected)
-    global_norm = math.sqrt(sum(float(np.sum(np.square(leaf, dtype=np.float64))) for _, leaf in leaves))
-    errors = {}
-    for (path, want), got in zip(leaves, jax.tree.leaves(actual), strict=True):
-        assert want.shape == got.shape, (path, want.shape, got.shape)
-        scale = max(float(np.linalg.norm(want)), 1e-3 * global_norm)
-        errors[jax.tree_util.keystr(path)] = float(np.max(np.abs(got - want))) / scale
-    return errors
-
-
 def assert_same(actual: Outcome, expected: Outcome, tolerance: float = 1e-5) -> None:
     """The parity criterion: loss, gradient norm, every gradient leaf, parameters after the steps; init bit for bit."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected.init):
@@ -156,12 +123,8 @@ def assert_same(actual: Outcome, expected: Outcome, tolerance: float = 1e-5) -> 
     errors = gradient_errors(actual.grads, expected.grads)
     worst = max(errors, key=errors.get)
     assert errors[worst] <= tolerance, f"gradient of {worst} is off by {errors[worst]:.1e}"
-    for (path, want), got in zip(
-        jax.tree_util.tree_leaves_with_path(expected.params), jax.tree.leaves(actual.params), strict=True
-    ):
-        scale = max(float(np.max(np.abs(want))), 1e-3)
-        error = float(np.max(np.abs(got - want))) / scale
-        assert error <= tolerance, f"{jax.tree_util.keystr(path)} after the steps is off by {error:.1e}"
+    for name, error in scaled_differences(actual.params, expected.params).items():
+        assert error <= tolerance, f"{name} after the steps is off by {error:.1e}"
 
 
 def model_key(model: ModelConfig | dict) -> tuple:

@@ -21,14 +21,13 @@ from jaxpar.checkpoint.views import ExportedTensors, MappedTensors, row_slabs
 from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.huggingface_export import write_model_settings
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
-from jaxpar.hf import hf_keymap, unpadded_shapes
+from jaxpar.hf import hf_ignored, hf_keymap, unpadded_shapes
 from jaxpar.model.decoder import Decoder
-from jaxpar.model.keymap import decoder_ignored
 from jaxpar.state import ModelDefinition
 from tests.checkpoint.arrays import ArrayReader, whole
 from tests.parity.harness import DATA
 
-ORACLES = ("llama", "llama31", "qwen2", "qwen3")
+ORACLES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2")
 
 
 def model_of(name):
@@ -37,8 +36,9 @@ def model_of(name):
 
 def imported(tensors, model, prefix=""):
     """The view of an oracle's tensors as our parameters."""
-    ignored = decoder_ignored(tied=model.tie_embeddings)
-    return MappedTensors(tensors, hf_keymap(model), shapes=unpadded_shapes(model), ignored=ignored, prefix=prefix)
+    return MappedTensors(
+        tensors, hf_keymap(model), shapes=unpadded_shapes(model), ignored=hf_ignored(model), prefix=prefix
+    )
 
 
 def export(name, directory, *, dtype="float32", max_file_bytes=5 * 2**30, max_bytes=3000):

@@ -6,6 +6,8 @@ from tests.parity.harness import assert_same, build, model_key, parity_config, s
 
 # Eight kv heads, so that tensor=8 is legal.
 WIDE = {"num_kv_heads": 8}
+GEMMA = {"family": "gemma", "tie_embeddings": True}
+GPT2 = {"family": "gpt2", "tie_embeddings": True, "num_kv_heads": 8, "max_positions": 16}
 
 QUICK = [
     ({"fsdp": 8}, {}, 1, "full"),
@@ -27,7 +29,7 @@ FULL = [
     *(
         (mesh, model, 2, "full")
         for mesh in ({"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
-        for model in ({"family": "qwen2"}, {"family": "llama", "tie_embeddings": True})
+        for model in ({"family": "qwen2"}, {"family": "llama", "tie_embeddings": True}, GEMMA, GPT2)
     ),
 ]
 

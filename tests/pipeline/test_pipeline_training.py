@@ -1,5 +1,8 @@
-"""The training step through stages equals the step on one device: loss, gradients, norm, clipping, optimizer, and the
-validation step; through ``Program``, as a run has it. Rows are packed, tokens weigh unevenly, one microbatch is empty."""
+"""The training step through stages equals the step on one device, through ``Program``, as a run has it.
+
+Loss, gradients, norm, clipping, optimizer, and the validation step. Rows are packed, tokens weigh unevenly, one
+microbatch has none.
+"""
 
 import functools
 

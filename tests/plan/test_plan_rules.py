@@ -105,6 +105,33 @@ def test_kv_heads_that_tensor_does_not_divide(heads, kv_heads, tensor, allowed):
     assert "attention key dim 2" in message
 
 
+@pytest.mark.parametrize(
+    ("tensor", "context", "seq_len", "message"),
+    [
+        (1, 4, 252, "does not divide by 8 (remainder 4)"),
+        (1, 8, 200, "does not divide by 16"),
+        (4, 2, 260, "does not divide by 8"),
+    ],
+)
+def test_context_must_divide_the_sequence_into_two_chunks_each(tensor, context, seq_len, message):
+    overrides = (f"mesh.tensor={tensor}", f"mesh.context={context}", "model.num_kv_heads=4", "model.num_heads=4")
+    assert message in problems_of(tensor * context, *overrides, f"data.seq_len={seq_len}")["data.seq_len"]
+    plan_of(tensor * context, *overrides, f"data.seq_len={16 * context * tensor}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["mesh.pipeline=2", "mesh.context=2"], "mesh.pipeline"),
+        (["mesh.context=4", "model.num_experts=4", "model.top_k=2"], "model.num_experts"),
+    ],
+)
+def test_context_with_what_it_is_not_proven_with_is_refused_by_name(overrides, key):
+    with pytest.raises(ConfigError, match=r"together with mesh.context = [24]: not yet") as caught:
+        plan_of(4, *overrides)
+    assert key in {problem.key for problem in caught.value.problems}
+
+
 def test_tensor_must_divide_heads_mlp_and_sequence():
     problems = problems_of(3, "mesh.tensor=3")
     assert {"model.num_heads", "model.num_kv_heads", "model.mlp_dim", "data.seq_len"} <= set(problems)
@@ -310,14 +337,11 @@ def test_pretrained_directory_needs_weights(tmp_path):
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("mesh.context=2", "mesh.context"),
         ("mesh.expert=2", "mesh.expert"),
         ("mesh.fsdp_strategy=grads", "mesh.fsdp_strategy"),
         ("mesh.fsdp_strategy=optimizer", "mesh.fsdp_strategy"),
         ("optim.name=muon", "optim.name"),
         ("optim.name=sgd", "optim.name"),
-        ("model.family=gemma", "model.family"),
-        ("model.family=gpt2", "model.family"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(override, key):

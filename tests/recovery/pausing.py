@@ -30,6 +30,7 @@ def pause_at(place: str, step: int) -> None:
     save, saving = Store.save, []
 
     def save_step(self: Store, number: int, *args, **options) -> None:
+        self.wait()  # what the save before still does, it does under its own number
         saving[:] = [number]
         save(self, number, *args, **options)
 
