@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
 from jaxpar.mesh import make_mesh
-from jaxpar.model.layers import rms_norm
+from jaxpar.model.layers import norm
 from jaxpar.pipeline import value_and_grad
 from jaxpar.schedule import build_schedule, split_layers
 from jaxpar.sharding import batch_entry, sequence_entry
@@ -79,7 +79,7 @@ def stage(weights, x, side):
     def layer(carry, weights):
         x, aux = carry
         up, down = (gather_weight(weights[name], jnp.float32, jnp.float32) for name in ("up", "down"))
-        hidden = jnp.tanh(jnp.einsum("bsd,df->bsf", enter_block(rms_norm(x, weights["scale"], EPS)), up)) * gain
+        hidden = jnp.tanh(jnp.einsum("bsd,df->bsf", enter_block(norm("rms", x, [weights["scale"]], EPS)), up)) * gain
         new = x + row_parallel("bsf,fd->bsd", hidden, down), aux + 1e-4 * jnp.sum(hidden**2)
         return jax.tree.map(lambda new, old: jnp.where(weights["mask"], new, old), new, carry), None
 
@@ -101,7 +101,7 @@ def loss(ends, y, side):
     """Cross entropy, each stage with its own part of the vocabulary."""
     table = gather_weight(ends["table"], jnp.float32, jnp.float32)
     labels, weights = side["labels"], side["weights"]
-    whole = reshard(rms_norm(y, ends["scale"], EPS), P(batch_entry(current_mesh()), None, None))
+    whole = reshard(norm("rms", y, [ends["scale"]], EPS), P(batch_entry(current_mesh()), None, None))
     logits = jnp.einsum("bsd,vd->bsv", whole, table)
     highest = lax.pmax(lax.stop_gradient(logits.max(-1)), "pipeline")
     total = lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), "pipeline")
