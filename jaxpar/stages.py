@@ -89,7 +89,7 @@ class StagedDecoder:
         def loss(ends: dict, y: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
             decoder = bind(ends)
             options = {"z_loss": train.z_loss, "chunk_tokens": train.loss_chunk_tokens}
-            total, weight, sums = hidden_loss(decoder, decoder.finish(y), side, **options)
+            total, weight, sums = hidden_loss(decoder, decoder.finish(y), {}, side, **options)
             return total, {"tokens": weight, **sums}
 
         replicas = used_axes(current_mesh(), _REPLICA_AXES)

@@ -60,9 +60,10 @@ class ModelConfig:
 
     preset: str | None = None
     """Public model name whose dimensions are used, e.g. "llama-3.1-8b"; ``jaxpar config --presets`` lists them."""
-    family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2", "mixtral", "qwen3_moe"] = "llama"
     """Architecture: llama (2, 3, 3.1), qwen2 (qkv biases), qwen3 (qk-norm), gemma (GeGLU, 1 + w norms, scaled
-    embedding), gpt2 (learned positions, LayerNorm, biases, GELU)."""
+    embedding), gpt2 (learned positions, LayerNorm, biases, GELU),
+    mixtral (llama with experts), qwen3_moe (qwen3 with experts)."""
     vocab_size: NonNegative = 0
     """Number of token ids; 0 takes the tokenizer's."""
     vocab_multiple: Positive = 128
@@ -81,8 +82,7 @@ class ModelConfig:
     mlp_dim: NonNegative = 0
     """Width of the MLP's hidden layer."""
     num_experts: NonNegative = 0
-    """Routed experts of each mixture-of-experts block; 0: a dense model. Planned by ``jaxpar plan``; training: not
-    yet."""
+    """Routed experts of each mixture-of-experts block; 0: a dense model."""
     top_k: NonNegative = 0
     """Routed experts that each token uses; at least 1 and at most num_experts."""
     expert_mlp_dim: NonNegative = 0
@@ -91,6 +91,25 @@ class ModelConfig:
     """Experts that every token uses besides the routed ones, each expert_mlp_dim wide."""
     first_dense_layers: NonNegative = 0
     """Leading blocks with a dense MLP of mlp_dim instead of experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How affinities to experts are formed: a softmax over all of them, or each one's own sigmoid, balanced by a bias
+    that counts in the choice only (DeepSeek-V3)."""
+    norm_topk: Bool = True
+    """Scale the weights of a token's chosen experts to the sum 1."""
+    num_expert_groups: NonNegative = 0
+    """Groups of equal size that the experts are in, of which a token uses top_k_groups; 0: no groups."""
+    top_k_groups: NonNegative = 0
+    """Groups that a token chooses among, those whose two best experts are best together; at most num_expert_groups."""
+    balance_coef: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Coefficient of the load-balancing loss (the term of a row is 1 when its tokens are spread evenly; summed over
+    blocks, mean over rows weighted by their trained tokens)."""
+    router_z_coef: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Coefficient of the squared log-partition of the router's logits (ST-MoE), summed over blocks."""
+    balance_rate: Annotated[FiniteFloat, Field(ge=0)] = 0.001
+    """Sigmoid router: each step moves the bias of an expert by this much, down if it had more tokens than the mean."""
+    capacity_factor: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Tokens of a row that one expert takes at most, times what it would get if all got the same; the others pass it
+    by, counted as dropped. 0: no limit, nothing is dropped."""
     max_positions: NonNegative = 0
     """Length of the learned position table (gpt2); 0 for RoPE families, which have none."""
     tie_embeddings: Bool = False
@@ -122,7 +141,7 @@ class MeshConfig:
     fsdp: Int = 1
     """Devices that shard parameters, gradients and optimizer state; weights are gathered block by block."""
     expert: Int = 1
-    """Devices that shard the experts. Planned by ``jaxpar plan``; training: not yet."""
+    """Devices that shard the experts; outside of them one more fsdp axis, so it needs a mixture of experts."""
     context: Int = 1
     """Devices that shard the sequence everywhere, attention included, for rows too long for one device; outside
     attention it shards weights like fsdp. data.seq_len must divide by 2 x context."""
@@ -134,6 +153,14 @@ class MeshConfig:
     allgather collects a whole row's first. auto: ring where a device holds at least 2048 tokens of a row."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
     """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
+    expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"
+    """How tokens reach their experts: all_to_all sends each to the devices that need it; gather shows all tokens of the
+    axis to all its devices; auto takes what moves fewer rows, gather where mesh.expert is below model.top_k."""
+    expert_receive_factor: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Rows that a device makes room for, times what it would receive if all experts had the same load; 0: the worst
+    case, so nothing can overflow."""
+    expert_overflow: Literal["error", "drop"] = "error"
+    """Rows that find no room end the run, or are left out and counted."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -245,7 +272,9 @@ class OptimConfig:
     """Optimizer and learning-rate schedule. All counts are optimizer steps."""
 
     name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
-    """adamw. The others: not yet."""
+    """adamw; lion (sign of the momentum); adafactor (factored second moment); muon (orthogonalised momentum for the
+    matrices of blocks, adamw for embeddings, head, norms and biases); sgd. Settings that the chosen one does not have
+    are refused."""
     lr: Annotated[FiniteFloat, Field(ge=0)] = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
@@ -257,12 +286,38 @@ class OptimConfig:
     """wsd: steps of the final linear decay; 0 means a tenth of train.steps."""
     min_lr_ratio: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the decay, as a share of the peak."""
-    b1: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
-    b2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
-    eps: Annotated[FiniteFloat, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    b1: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
+    """Decay of the first moment (adamw, lion, and the adamw part of muon). Absent: 0.9."""
+    b2: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
+    """Decay of the second moment (adamw, and the adamw part of muon; absent: 0.95), or of lion's momentum (absent:
+    0.99)."""
+    eps: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """Added to the root of the second moment (adamw), to the norm that a matrix is divided by (muon), absent: 1e-8; to
+    the squared gradient (adafactor), absent: 1e-30."""
+    momentum: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
+    """Decay of the momentum. Absent: sgd 0.9, muon 0.95, adafactor 0 (no momentum is kept)."""
+    nesterov: Bool | None = None
+    """Whether the momentum looks ahead. Absent: muon true, sgd false."""
+    ns_steps: Positive | None = None
+    """Newton-Schulz iterations that orthogonalise muon's momentum. Absent: 5."""
+    update_scale: Literal["rms", "spectral"] | None = None
+    """Size of muon's updates of an [m, n] matrix: rms multiplies by 0.2 sqrt(max(m, n)), the size of AdamW's updates,
+    so that lr and weight decay mean the same (arXiv 2502.16982); spectral by sqrt(max(1, n / m)), as its author does,
+    with a larger lr. Absent: rms."""
+    adamw_lr: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Peak learning rate of the parameters that muon leaves to adamw. Absent: lr."""
+    factored: Bool | None = None
+    """Whether adafactor keeps row and column means of the squared gradient of a matrix instead of all of it. Absent:
+    true."""
+    min_factored_dim: Positive | None = None
+    """Matrices whose smaller side is below this keep the whole second moment (adafactor). Absent: 128."""
+    decay_exponent: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """Adafactor's second moment decays with 1 - step^-decay_exponent. Absent: 0.8."""
+    clip_update_rms: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Adafactor's updates are scaled down to this root mean square; 0 turns it off. Absent: 1."""
+    scale_by_param_rms: Bool | None = None
+    """Whether adafactor's updates are multiplied by the root mean square of the parameter (at least 1e-3), which makes
+    lr relative. Absent: true."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     decay_norms: Bool = False

@@ -28,19 +28,13 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
 
 def context_combinations(facts: Facts) -> Iterator[Problem]:
     """Context parallelism together with what it has not been proven with."""
-    if facts.mesh.get("context", 1) == 1:
-        return
-    for key, value, applies in (
-        ("mesh.pipeline", facts.config.mesh.pipeline, facts.mesh.get("pipeline", 1) > 1),
-        ("model.num_experts", facts.model.num_experts, facts.model.num_experts > 0),
-    ):
-        if applies:
-            yield Problem(
-                key=key,
-                value=value,
-                message=f"together with mesh.context = {facts.mesh['context']}: not yet",
-                remedy="set mesh.context=1; context works with data, fsdp and tensor axes and dense models",
-            )
+    if facts.mesh.get("context", 1) > 1 and facts.mesh.get("pipeline", 1) > 1:
+        yield Problem(
+            key="mesh.pipeline",
+            value=facts.config.mesh.pipeline,
+            message=f"together with mesh.context = {facts.mesh['context']}: not yet",
+            remedy="set mesh.context=1; context works with data, fsdp, expert and tensor axes",
+        )
 
 
 def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
@@ -57,19 +51,12 @@ def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def optimizer(facts: Facts) -> Iterator[Problem]:
-    """Optimizers other than AdamW."""
-    name = facts.config.optim.name
-    if name != "adamw":
-        yield Problem(key="optim.name", value=name, message="not yet", remedy='"adamw" works')
-
-
-def dense_model(facts: Facts) -> Iterator[Problem]:
-    """Mixtures of experts are planned, not trained."""
-    if facts.model.num_experts:
+def capacity_over_context(facts: Facts) -> Iterator[Problem]:
+    """A capacity per row, where a row lies on several devices."""
+    if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:
         yield Problem(
-            key="model.num_experts",
-            value=facts.model.num_experts,
-            message="training mixture-of-experts models: not yet (`jaxpar plan` plans them)",
-            remedy="dense presets work; `jaxpar config --presets` says which models train",
+            key="model.capacity_factor",
+            value=facts.model.capacity_factor,
+            message="counts the tokens of a row, which the context axis splits: not yet",
+            remedy="model.capacity_factor=0 (nothing is dropped), or mesh.context=1",
         )
