@@ -62,7 +62,12 @@ class Program:
             plan=plan,
             mesh=make_mesh(plan.mesh, devices),
             definition=definition,
-            optimizer=make_optimizer(config.optim, definition.logical_axes),
+            optimizer=make_optimizer(
+                config.optim,
+                definition.logical_axes,
+                vocab_size=config.model.vocab_size,
+                compute=config.precision.compute,
+            ),
             loss_fn=partial(next_token_loss, z_loss=config.train.z_loss, chunk_tokens=config.train.loss_chunk_tokens),
         )
 

@@ -46,13 +46,6 @@ def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def optimizer(facts: Facts) -> Iterator[Problem]:
-    """Optimizers other than AdamW."""
-    name = facts.config.optim.name
-    if name != "adamw":
-        yield Problem(key="optim.name", value=name, message="not yet", remedy='"adamw" works')
-
-
 def dense_model(facts: Facts) -> Iterator[Problem]:
     """Mixtures of experts are planned, not trained."""
     if facts.model.num_experts:

@@ -331,6 +331,39 @@ def test_pretrained_directory_needs_weights(tmp_path):
     assert resolve(config, num_devices=1).config.model.vocab_size == 160
 
 
+# ---- optimizers
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        (["optim.name=lion", "optim.eps=1e-6"], "optim.eps", "optim.name from adamw, adafactor, muon"),
+        (["optim.momentum=0.9"], "optim.momentum", 'optim.name = "adamw" (those are b1, b2, eps)'),
+        (
+            ["optim.name=sgd", "optim.ns_steps=3"],
+            "optim.ns_steps",
+            "remove optim.ns_steps, or choose optim.name from muon",
+        ),
+        (["optim.name=adafactor", "optim.b2=0.9"], "optim.b2", "factored"),
+        (["optim.name=muon", "optim.adamw_lr=1e-3", "optim.lr=0.0"], "optim.adamw_lr", "multiple of optim.lr"),
+    ],
+)
+def test_settings_of_other_optimizers_are_refused(overrides, key, expected):
+    assert expected in problems_of(1, *overrides)[key]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon", "sgd"])
+def test_every_optimizer_plans_with_its_own_settings_only(name):
+    own = {
+        "adamw": "eps=1e-6",
+        "lion": "b2=0.98",
+        "adafactor": "factored=false",
+        "muon": "ns_steps=3",
+        "sgd": "nesterov=true",
+    }
+    assert plan_of(1, f"optim.name={name}", f"optim.{own[name]}").config.optim.name == name
+
+
 # ---- not yet
 
 
@@ -342,8 +375,6 @@ def test_pretrained_directory_needs_weights(tmp_path):
         ("mesh.expert=2", "mesh.expert"),
         ("mesh.fsdp_strategy=grads", "mesh.fsdp_strategy"),
         ("mesh.fsdp_strategy=optimizer", "mesh.fsdp_strategy"),
-        ("optim.name=muon", "optim.name"),
-        ("optim.name=sgd", "optim.name"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(override, key):
@@ -393,9 +424,15 @@ def test_config_made_in_python_says_who_applies_presets():
 
 def test_all_problems_come_at_once():
     problems = problems_of(
-        8, "mesh.tensor=3", "mesh.data=0", "train.stop_at=500", "optim.name=lion", "runtime.process_id=4"
+        8,
+        "mesh.tensor=3",
+        "mesh.data=0",
+        "train.stop_at=500",
+        "optim.eps=1e-6",
+        "optim.name=lion",
+        "runtime.process_id=4",
     )
-    assert {"mesh.data", "model.num_heads", "train.stop_at", "optim.name", "runtime.process_id"} <= set(problems)
+    assert {"mesh.data", "model.num_heads", "train.stop_at", "optim.eps", "runtime.process_id"} <= set(problems)
 
 
 @pytest.mark.parametrize(
