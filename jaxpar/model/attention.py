@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, island, spec_of, varying
 from jaxpar.model.layers import normalise, rotate
-from jaxpar.model.ring import context_attention
+from jaxpar.model.ring import DEFAULT_WAY, ContextWay, context_attention
 from jaxpar.plan.context import resolved_context_mode
 from jaxpar.sharding import CONTEXT_AXIS, batch_entry, context_entry
 
@@ -40,7 +40,7 @@ def attention(
     extras: Mapping[str, jax.Array],
     info: SequenceInfo,
     norm_eps: float,
-    context_mode: str = "auto",
+    context: ContextWay = DEFAULT_WAY,
 ) -> jax.Array:
     """Biases, qk-norm, RoPE and attention, all local to a device's heads and rows.
 
@@ -51,7 +51,7 @@ def attention(
         extras: of q_bias [H, h], k_bias, v_bias [K, h], q_norm, k_norm [h] those that the family has.
         info: positions and documents; a token attends to earlier tokens of its own document only.
         norm_eps: epsilon of the qk-norm.
-        context_mode: see ``mesh.context_mode``; used when the context axis is above 1.
+        context: how the keys of other context members are met; used when that axis is above 1.
 
     Returns:
         [B, S, H, h].
@@ -59,7 +59,7 @@ def attention(
     mesh = current_mesh()
     batch, sequence = batch_entry(mesh), context_entry(mesh)
     members = mesh.shape[CONTEXT_AXIS]
-    context_mode = resolved_context_mode(context_mode, q_bshk.shape[1] // members)
+    context = context._replace(mode=resolved_context_mode(context.mode, q_bshk.shape[1] // members))
     extra_specs = {name: spec_of(value) for name, value in extras.items()}
     rope_spec = None if info.cos is None else P(batch, sequence, None)
     info_specs = SequenceInfo(cos=rope_spec, sin=rope_spec, segment_ids=P(batch, None))
@@ -75,7 +75,7 @@ def attention(
         if info.cos is not None:
             q, k = rotate(q, info.cos, info.sin), rotate(k, info.cos, info.sin)
         if members > 1:
-            return context_attention(context_mode, q, k, v, info.segment_ids)
+            return context_attention(context, q, k, v, info.segment_ids)
         return attend(q, k, v, info.segment_ids)
 
     specs = (spec_of(q_bshk), spec_of(k_bskk), spec_of(v_bskk), extra_specs, info_specs)

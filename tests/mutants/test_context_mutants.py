@@ -39,7 +39,7 @@ def turned_back(x):
     return lax.ppermute(x, "context", [(member, (member - 1) % members) for member in range(members)])
 
 
-def gradients_left_behind(gradients, grad_q, own, kv):
+def gradients_left_behind(gradients, grad_q, own, kv, reduce):
     """The last permute of the key and value gradients dropped: they are added to the wrong member's."""
     honest = ring._pass_on
     sent = []
@@ -50,7 +50,7 @@ def gradients_left_behind(gradients, grad_q, own, kv):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "_pass_on", counted)
-        return HONEST_BACKWARD(gradients, grad_q, own, kv)
+        return HONEST_BACKWARD(gradients, grad_q, own, kv, reduce)
 
 
 HONEST_BACKWARD = ring._ring_backward
