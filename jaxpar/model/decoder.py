@@ -22,11 +22,8 @@ from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
 from jaxpar.model.dispatch import Exchange
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
-<<<<<<< HEAD
-from jaxpar.model.ring import ContextWay
-=======
 from jaxpar.model.moe import MixtureOfExperts, Routing
->>>>>>> main
+from jaxpar.model.ring import ContextWay
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
