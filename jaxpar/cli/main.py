@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from jaxpar.cli.bench import bench
 from jaxpar.cli.checkpoints import inspect, reshard, verify_checkpoint
 from jaxpar.cli.config import config
 from jaxpar.cli.data import data
@@ -34,6 +35,7 @@ app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
 app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
 app.command("verify", epilog=VERIFY_EPILOG)(verify)
+app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 app.command("inspect")(inspect)
 app.command("verify-checkpoint")(verify_checkpoint)
