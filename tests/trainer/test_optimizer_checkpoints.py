@@ -11,8 +11,8 @@ import pytest
 from jaxpar import resume
 from jaxpar.checkpoint.arrays import StepArrays
 from jaxpar.checkpoint.paths import leaves_by_path, path_string
-from jaxpar.checkpoint.store import Store
 from jaxpar.checkpoint.safetensors import TensorDirectory
+from jaxpar.checkpoint.store import Store
 from jaxpar.convert import export, plan_export
 from jaxpar.data.order import Position
 from jaxpar.program import Program
