@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from functools import cached_property, partial
 
@@ -18,6 +19,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
 from jaxpar.model.dispatch import Exchange
 from jaxpar.optim import make_optimizer
+from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
@@ -39,13 +41,24 @@ def decoder_definition(
     remat: str = "none",
     context_mode: str = "auto",
     exchange: Exchange | None = None,
+    attention: str = "xla",
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, context_mode, exchange)
+        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention)
 
     return ModelDefinition(make_decoder)
+
+
+def accelerator_of(device: jax.Device) -> Accelerator:
+    """What the choice of an attention kernel needs to know of a device."""
+    capability = getattr(device, "compute_capability", None)
+    return Accelerator(
+        name=device.device_kind,
+        capability=tuple(int(part) for part in capability.split(".")) if capability else None,
+        has_tokamax=importlib.util.find_spec("tokamax") is not None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,22 +70,29 @@ class Program:
     definition: ModelDefinition
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
+    attention: AttentionChoice
 
     @classmethod
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
-        """The program of a plan on ``devices`` (default: all)."""
+        """The program of a plan on ``devices`` (default: all).
+
+        Raises:
+            ConfigError: the attention kernel that the config asks for cannot do the work on these devices.
+        """
         config = plan.config
         mesh = make_mesh(plan.mesh, devices)
+        chosen = choose_attention(config, plan.mesh["context"], accelerator_of(mesh.devices.flat[0]))
         exchange = Exchange(
             mode=config.mesh.expert_exchange,
             receive_factor=config.mesh.expert_receive_factor,
             platform=mesh.devices.flat[0].platform,
         )
-        options = (config.train.remat, config.mesh.context_mode, exchange)
+        options = (config.train.remat, config.mesh.context_mode, exchange, chosen.kernel)
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,
             mesh=mesh,
+            attention=chosen,
             definition=definition,
             optimizer=make_optimizer(
                 config.optim,

@@ -239,6 +239,10 @@ class TrainConfig:
     remat: Literal["none", "full"] = "full"
     """What the backward pass recomputes: full keeps only each block's input; none keeps activations (never gathered
     weights)."""
+    attention: Literal["auto", "xla", "cudnn", "tokamax"] = "auto"
+    """Attention kernel. auto: the fastest that can do the work, said in the log. cudnn: without packing. tokamax: also
+    packed (mosaic_gpu on Hopper and Blackwell, triton on other GPUs). xla: anywhere, with [S, S] scores in memory. One
+    that cannot do what is asked (CPU, type, head_dim, packing, an old GPU) is refused."""
     z_loss: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Coefficient of the squared log-partition penalty (PaLM, section 5), added to the loss."""
     loss_chunk_tokens: NonNegative = 0
