@@ -49,14 +49,22 @@ def stage_axes(x: jax.Array) -> tuple[str, ...]:
     return tuple(axis for axis in ("pipeline",) if axis in jax.typeof(x).mat.varying)
 
 
-def island(body: Callable, in_specs: object, out_specs: object) -> Callable:
+def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bool = True) -> Callable:
     """``body`` on local shards, manual over every mesh axis.
 
     Inside a region that is manual already (a pipeline) the body keeps only its inputs for the backward pass: JAX 0.12
     gives what a nested island saves a wrong shape there ("Cannot lower jaxpr with verifier errors").
+
+    Args:
+        body: function of local arrays.
+        in_specs: pytree of PartitionSpecs.
+        out_specs: likewise.
+        check_vma: False for a body that does not say over which axes its values vary (Pallas kernels); then every used
+            axis must shard every differentiated input, since its gradient is not summed over the others.
     """
     is_nested = AxisType.Manual in current_mesh().axis_types
-    return jax.shard_map(jax.checkpoint(body) if is_nested else body, in_specs=in_specs, out_specs=out_specs)
+    local = jax.checkpoint(body) if is_nested else body
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

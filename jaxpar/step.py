@@ -12,7 +12,7 @@ from flax import nnx
 from jaxpar.collectives import defer_reduction, finish_reduction, zero_gradients
 from jaxpar.config.schema import Config
 from jaxpar.model.moe import load_metrics, rebalance
-from jaxpar.optim import learning_rate
+from jaxpar.optim import learning_rate, next_average
 from jaxpar.state import ModelDefinition, TrainState
 
 LossFn = Callable[[nnx.Module, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
@@ -104,11 +104,14 @@ def update(
             metrics["routing"]
         )
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
-    params, moments = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (params, moments), (state.params, state.optimizer)
+    ema = None if state.ema is None else next_average(state.ema, params, config.optim.ema_decay)
+    params, moments, ema = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (params, moments, ema),
+        (state.params, state.optimizer, state.ema),
     )
     metrics = {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped": 1.0 - finite}
-    return TrainState(step=state.step + 1, params=params, optimizer=moments), metrics
+    return TrainState(step=state.step + 1, params=params, optimizer=moments, ema=ema), metrics
 
 
 def make_train_step(

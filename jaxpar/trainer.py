@@ -424,7 +424,7 @@ class _Loop:
             prefetch=self.config.data.prefetch,
             num_batches=train.eval_batches,
         )
-        sums = [self.eval_step(self.state.params, batch.arrays) for batch in loader]
+        sums = [self.eval_step(self.program.eval_params(self.state), batch.arrays) for batch in loader]
         sums = jax.device_get(sums)
         tokens = sum(float(s["tokens"]) for s in sums)
         self.eval_loss = sum(float(s["cross_entropy"]) for s in sums) / tokens if tokens else math.nan
@@ -526,6 +526,7 @@ def _announce(program: Program, datasets: Datasets, processes: Processes, log: R
         f"{config.train.global_batch_size} rows x {config.data.seq_len}, {plan.rows_per_device} rows per device and "
         f"microbatch; compute {config.precision.compute}, reduce {config.precision.reduce}"
     )
+    log.say(program.attention.reason)
     if processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
         log.say(f"no peak is known for {processes.device_kind}: MFU is not reported")
     if model.num_experts:

@@ -239,6 +239,10 @@ class TrainConfig:
     remat: Literal["none", "full"] = "full"
     """What the backward pass recomputes: full keeps only each block's input; none keeps activations (never gathered
     weights)."""
+    attention: Literal["auto", "xla", "cudnn", "tokamax"] = "auto"
+    """Attention kernel. auto: the fastest that can do the work, said in the log. cudnn: without packing. tokamax: also
+    packed (mosaic_gpu on Hopper and Blackwell, triton on other GPUs). xla: anywhere, with [S, S] scores in memory. One
+    that cannot do what is asked (CPU, type, head_dim, packing, an old GPU) is refused."""
     z_loss: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Coefficient of the squared log-partition penalty (PaLM, section 5), added to the loss."""
     loss_chunk_tokens: NonNegative = 0
@@ -247,6 +251,8 @@ class TrainConfig:
     """Steps between validation passes; there is also one before the first and after the last step. 0: no validation."""
     eval_batches: NonNegative = 0
     """Batches of one validation pass; 0: the whole validation split."""
+    eval_params: Literal["params", "ema"] = "params"
+    """What is validated: the parameters, or their moving average (optim.ema_decay)."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run naming the step, or leaves params and optimizer as they
     were."""
@@ -328,6 +334,9 @@ class OptimConfig:
     """Whether weight decay applies to the token embedding (and a tied head) and to learned positions."""
     clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    ema_decay: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0
+    """Decay per step of a moving average of the parameters, kept in float32 beside them and saved with them; 0: none
+    is kept. For validation see train.eval_params; `jaxpar reshard --weights ema --to hf` exports it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

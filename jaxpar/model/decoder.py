@@ -17,13 +17,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel, spec_of
+from jaxpar.collectives import current_mesh, enter_block, gather_weight, island, row_parallel, spec_of
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
 from jaxpar.model.dispatch import Exchange
+from jaxpar.model.kernels import segment_starts
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
 from jaxpar.model.moe import MixtureOfExperts, Routing
+from jaxpar.model.ring import ContextWay
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
@@ -57,12 +59,14 @@ class Numerics:
     again."""
     context_mode: str = "auto"
     """See ``mesh.context_mode``."""
+    attention: str = "xla"
+    """Attention kernel, see ``jaxpar.plan.attention``."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto") -> Numerics:
+    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto", attention: str = "xla") -> Numerics:
         """Numerics that a config asks for."""
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
-        return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode)
+        return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode, attention=attention)
 
 
 def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
@@ -178,7 +182,9 @@ class Block(nnx.Module):
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
-        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, self.numerics.context_mode)
+        numerics = self.numerics
+        context = ContextWay(numerics.context_mode, numerics.reduce)
+        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, context, numerics.attention)
         mixed_bshk = checkpoint_name(mixed_bshk, PRODUCT)
         return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
 
@@ -228,9 +234,10 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         context_mode: str = "auto",
         exchange: Exchange | None = None,
+        attention: str = "xla",
     ):
         self.model = model
-        self.numerics = Numerics.of(precision, remat, context_mode)
+        self.numerics = Numerics.of(precision, remat, context_mode, attention)
         dtype = jnp.dtype(precision.params)
         V, D = model.vocab_size, model.embed_dim
         padding = padded_vocab_size(model) - V
@@ -320,12 +327,15 @@ class Decoder(nnx.Module):
 
     def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
         """What attention needs to know about the rows."""
-        model, segment_ids = self.model, zigzag(segment_ids_bs)
+        model, segment_ids, starts = self.model, zigzag(segment_ids_bs), None
+        if self.numerics.attention != "xla":
+            rows = P(batch_entry(current_mesh()), None)
+            starts = island(segment_starts, rows, rows)(segment_ids)
         if FAMILIES[model.family].learned_positions:
-            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids)
+            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids, segment_starts=starts)
         frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
         cos, sin = rope_angles(split_sequence(positions_bs), frequencies)
-        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids)
+        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids, segment_starts=starts)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:

@@ -78,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     run_rules.steps_in_order,
     optim_rules.settings_are_used,
     optim_rules.adamw_lr_has_a_ratio,
+    optim_rules.average_exists,
     run_rules.processes_find_each_other,
     run_rules.paths_are_on_file_systems,
     run_rules.run_directory_usable,

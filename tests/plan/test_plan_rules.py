@@ -339,6 +339,7 @@ def test_pretrained_directory_needs_weights(tmp_path):
             "remove optim.ns_steps, or choose optim.name from muon",
         ),
         (["optim.name=adafactor", "optim.b2=0.9"], "optim.b2", "factored"),
+        (["train.eval_params=ema"], "train.eval_params", "optim.ema_decay is 0"),
         (["optim.name=muon", "optim.adamw_lr=1e-3", "optim.lr=0.0"], "optim.adamw_lr", "multiple of optim.lr"),
     ],
 )
