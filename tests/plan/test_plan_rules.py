@@ -339,6 +339,7 @@ def test_pretrained_directory_needs_weights(tmp_path):
             "remove optim.ns_steps, or choose optim.name from muon",
         ),
         (["optim.name=adafactor", "optim.b2=0.9"], "optim.b2", "factored"),
+        (["train.eval_params=ema"], "train.eval_params", "optim.ema_decay is 0"),
         (["optim.name=muon", "optim.adamw_lr=1e-3", "optim.lr=0.0"], "optim.adamw_lr", "multiple of optim.lr"),
     ],
 )
@@ -362,14 +363,15 @@ def test_every_optimizer_plans_with_its_own_settings_only(name):
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("overrides", "key"),
     [
-        ("mesh.pipeline=2", "mesh.pipeline"),
-        ("mesh.pipeline=-1", "mesh.pipeline"),
+        (["mesh.pipeline=2", "mesh.fsdp=2", "mesh.fsdp_strategy=grads"], "mesh.fsdp_strategy"),
+        (["mesh.pipeline=2", "mesh.expert=2"], "mesh.expert"),
+        (["mesh.pipeline=2", "mesh.context=2"], "mesh.pipeline"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(override, key):
-    assert "not yet" in problems_of(2, override)[key]
+def test_what_is_not_there_is_refused_by_name(overrides, key):
+    assert "not yet" in problems_of(4, *overrides, "train.microbatches=2")[key]
 
 
 @pytest.mark.parametrize("strategy", ["grads", "optimizer"])
@@ -381,7 +383,7 @@ def test_strategy_needs_an_axis(strategy):
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
 def test_mixtures_of_experts_train_but_not_in_a_pipeline_yet(preset):
     check(load_config(None, [f"model.preset={preset}", "mesh.expert=8"]), num_devices=8)
-    with pytest.raises(ConfigError, match="experts in a pipeline"):
+    with pytest.raises(ConfigError, match="together with pipeline stages"):
         check(load_config(None, [f"model.preset={preset}", "mesh.pipeline=2"]), num_devices=2)
 
 
