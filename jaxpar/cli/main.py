@@ -12,6 +12,8 @@ from jaxpar.cli.data import data
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
 from jaxpar.cli.plan import plan
+from jaxpar.cli.plot import EPILOG as PLOT_EPILOG
+from jaxpar.cli.plot import plot
 from jaxpar.cli.schedule import schedule
 from jaxpar.cli.train import EPILOG, train
 from jaxpar.cli.verify import EPILOG as VERIFY_EPILOG
@@ -30,6 +32,7 @@ app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
+app.command("plot", epilog=PLOT_EPILOG)(plot)
 app.command("verify", epilog=VERIFY_EPILOG)(verify)
 app.add_typer(data, name="data")
 app.command("inspect")(inspect)

@@ -75,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     run_rules.tokenizer_exists,
     run_rules.validation_has_data,
     run_rules.steps_in_order,
+    run_rules.profile_is_reached,
     run_rules.processes_find_each_other,
     run_rules.paths_are_on_file_systems,
     run_rules.run_directory_usable,

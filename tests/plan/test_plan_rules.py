@@ -324,6 +324,12 @@ def test_what_is_not_there_is_refused_by_name(override, key):
     assert "not yet" in problems_of(2, override)[key]
 
 
+def test_a_profile_is_of_steps_that_are_trained():
+    message = problems_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=21")["observe.profile_start"]
+    assert "comes after the last step, train.steps = 20" in message
+    assert problems_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=20") == {}
+
+
 def test_strategy_without_an_axis_says_that_too():
     assert "shard nothing" in problems_of(2, "mesh.data=2", "mesh.fsdp_strategy=grads")["mesh.fsdp_strategy"]
 
