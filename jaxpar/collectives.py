@@ -20,9 +20,17 @@ from jax import lax
 from jax.sharding import AbstractMesh, reshard
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.sharding import BATCH_AXES, GATHER_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
+from jaxpar.sharding import (
+    GATHER_AXES,
+    SEQUENCE_AXIS,
+    TOKEN_AXES,
+    axes_of,
+    batch_entry,
+    context_entry,
+    sequence_entry,
+)
 
-REDUCTION_AXES = (*BATCH_AXES, "context", "tensor")
+REDUCTION_AXES = (*TOKEN_AXES, SEQUENCE_AXIS)
 """Axes over which devices see different tokens, so that gradients must be summed over them."""
 
 
@@ -126,15 +134,15 @@ def gather_weight(weight: jax.Array, compute: jnp.dtype, reduce: jnp.dtype) -> j
 
 
 def enter_block(x: jax.Array) -> jax.Array:
-    """Sequence shards -> the whole sequence on each tensor device, before column-parallel products.
+    """Sequence shards -> the context member's part on each tensor device, before column-parallel products.
 
     Args:
-        x: [B, S, D], S sharded over ``tensor``.
+        x: [B, S, D], S sharded over ``context`` and ``tensor``.
     """
     mesh = current_mesh()
-    if sequence_entry(mesh) is None:
+    if mesh.shape[SEQUENCE_AXIS] == 1:
         return x
-    whole = P(batch_entry(mesh), None, None, reduced={SEQUENCE_AXIS})
+    whole = P(batch_entry(mesh), context_entry(mesh), None, reduced={SEQUENCE_AXIS})
     gather = island(lambda x: lax.all_gather(x, SEQUENCE_AXIS, axis=1, tiled=True, to="reduced"), spec_of(x), whole)
     return gather(x)
 
@@ -144,17 +152,17 @@ def row_parallel(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 
     Args:
         equation: einsum with result [B, S, D].
-        x: activations, whole sequence, contracted dims sharded over ``tensor``.
+        x: activations, sequence as inside blocks, contracted dims sharded over ``tensor``.
         weight: gathered weight.
     """
     mesh = current_mesh()
-    batch, sequence = batch_entry(mesh), sequence_entry(mesh)
-    if sequence is None:
-        return jnp.einsum(equation, x, weight, out_sharding=P(batch, None, None))
-    partial = P(batch, None, None, unreduced={SEQUENCE_AXIS})
+    batch, context = batch_entry(mesh), context_entry(mesh)
+    if mesh.shape[SEQUENCE_AXIS] == 1:
+        return jnp.einsum(equation, x, weight, out_sharding=P(batch, context, None))
+    partial = P(batch, context, None, unreduced={SEQUENCE_AXIS})
     scatter = island(
         lambda y: lax.psum_scatter(y, SEQUENCE_AXIS, scatter_dimension=1, tiled=True),
         partial,
-        P(batch, sequence, None),
+        P(batch, sequence_entry(mesh), None),
     )
     return scatter(jnp.einsum(equation, x, weight, out_sharding=partial))

@@ -21,9 +21,10 @@ from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.families.keymap import KeyMap, ParamPath
 from jaxpar.mesh import make_mesh
+from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.parameters import dim_sizes
 from jaxpar.program import decoder_definition
-from jaxpar.sharding import BATCH_AXES, SEQUENCE_AXIS, batch_entry
+from jaxpar.sharding import BATCH_AXES, CONTEXT_AXIS, SEQUENCE_AXIS, batch_entry
 from jaxpar.state import ModelDefinition
 
 
@@ -141,7 +142,8 @@ class HuggingFaceModel:
         if 0 < self.config.max_positions < length:
             raise ValueError(f"rows have {length} tokens, but model.max_positions is {self.config.max_positions}")
         shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        padding = ((0, -rows % shards), (0, -length % self.mesh.shape[SEQUENCE_AXIS]))
+        parts = sequence_shards(tensor=self.mesh.shape[SEQUENCE_AXIS], context=self.mesh.shape[CONTEXT_AXIS])
+        padding = ((0, -rows % shards), (0, -length % parts))
         padded = np.pad(tokens.astype(np.int32), padding)
         with jax.set_mesh(self.mesh):
             sharded = jax.device_put(padded, NamedSharding(self.mesh, P(batch_entry(self.mesh), None)))

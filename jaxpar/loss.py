@@ -1,6 +1,7 @@
 """Next-token loss: vocab-parallel cross entropy in token chunks, with its gradient computed on the way forward.
 
-Shapes: B batch, S sequence, T tokens of one device (rows x S), C tokens of one chunk, D embed, V padded vocabulary.
+Shapes: B batch, S sequence, T tokens of one device (rows x S / context), C tokens of one chunk, D embed, V padded
+vocabulary.
 
 The [T, V] logits of a modern vocabulary are the largest array of a step (2 x 8192 tokens of 128256 ids: 7.8 GiB in
 float32). Only [C, V / tensor] of them exist at a time. The softmax is at hand while a chunk's logits are, so the
@@ -24,7 +25,8 @@ from jax.sharding import reshard
 from jaxpar.collectives import current_mesh, island, spec_of, unreduced, varying
 from jaxpar.mesh import used_axes
 from jaxpar.model.decoder import Decoder, Numerics
-from jaxpar.sharding import BATCH_AXES, GATHER_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
+from jaxpar.model.zigzag import split_sequence
+from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, TOKEN_AXES, axes_of
 
 LOGITS_BYTES = 512 * 2**20
 """Largest float32 logits of one chunk on one device when ``train.loss_chunk_tokens`` is 0."""
@@ -69,7 +71,8 @@ def next_token_loss(
         numerics=decoder.numerics,
         tied=tied,
     )
-    objective, cross_entropy = token_cross_entropy(options, x_bsd, head, batch["labels"], batch["weights"])
+    labels, weights = split_sequence(batch["labels"]), split_sequence(batch["weights"])
+    objective, cross_entropy = token_cross_entropy(options, x_bsd, head, labels, weights)
     return objective, jnp.sum(batch["weights"]), {"cross_entropy": cross_entropy}
 
 
@@ -83,10 +86,10 @@ def token_cross_entropy(
 
     Args:
         options: static options.
-        x_bsd: final hidden states, S sharded over ``tensor``.
+        x_bsd: final hidden states, S sharded over ``context`` and ``tensor``.
         head: [D, V] or [V, D], V over ``tensor``, D over the gather axes.
-        labels_bs: int32, 0 <= label < vocab_size wherever the weight is not 0.
-        weights_bs: float32.
+        labels_bs: int32, 0 <= label < vocab_size wherever the weight is not 0; S sharded over ``context``.
+        weights_bs: float32, likewise.
     """
     return _island(options, x_bsd, head, labels_bs, weights_bs, with_gradient=False)
 
@@ -109,37 +112,36 @@ token_cross_entropy.defvjp(_forward, _backward)
 
 def _island(options, x_bsd, head, labels_bs, weights_bs, *, with_gradient):
     """Run ``_local`` with the right specs."""
-    mesh = current_mesh()
-    rows = P(batch_entry(mesh), None)
+    token_spec = spec_of(labels_bs)
     x_spec, head_spec = spec_of(x_bsd), spec_of(head)
     body = partial(_local, options, head_spec, with_gradient)
     out_specs = (P(), P())
     if with_gradient:
         out_specs = (out_specs, (x_spec, P(*head_spec.partitions, unreduced=head_spec.reduced)))
-    return island(body, (x_spec, head_spec, rows, rows), out_specs)(x_bsd, head, labels_bs, weights_bs)
+    return island(body, (x_spec, head_spec, token_spec, token_spec), out_specs)(x_bsd, head, labels_bs, weights_bs)
 
 
 def _local(options, head_spec, with_gradient, x, head, labels, weights):
-    """Loss of one device's rows against one vocabulary shard: gather, chunks, reduce."""
+    """Loss of one device's tokens against one vocabulary shard: gather, chunks, reduce."""
     mesh = current_mesh()
     numerics = options.numerics
-    sequence, embed_dim = sequence_entry(mesh), 1 if options.tied else 0
+    split_vocab, embed_dim = mesh.shape[SEQUENCE_AXIS] > 1, 1 if options.tied else 0
     gather_axes = tuple(a for a in axes_of(head_spec.partitions[embed_dim]) if a in GATHER_AXES)
-    if sequence:
-        x = lax.all_gather(x, sequence, axis=1, tiled=True)
+    if split_vocab:
+        x = lax.all_gather(x, SEQUENCE_AXIS, axis=1, tiled=True)
     head_dtype = head.dtype
     head = varying(head, head_spec.reduced).astype(numerics.compute)
     if gather_axes:
         head = lax.all_gather(head, gather_axes, axis=embed_dim, tiled=True)
 
     sums, (grad_x, grad_head) = _scan_chunks(options, with_gradient, x, head, labels, weights)
-    batch_axes = used_axes(mesh, BATCH_AXES)
-    sums = tuple(lax.psum(s, batch_axes) if batch_axes else s for s in sums)
+    token_axes = used_axes(mesh, TOKEN_AXES)
+    sums = tuple(lax.psum(s, token_axes) if token_axes else s for s in sums)
     if not with_gradient:
         return sums
-    if sequence:
+    if split_vocab:
         # Each vocabulary shard knows its own part of the hidden states' gradient.
-        grad_x = lax.psum_scatter(grad_x, sequence, scatter_dimension=1, tiled=True)
+        grad_x = lax.psum_scatter(grad_x, SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
     if gather_axes:
         grad_head = lax.psum_scatter(grad_head, gather_axes, scatter_dimension=embed_dim, tiled=True)
     return sums, (grad_x, unreduced(grad_head.astype(head_dtype), head_spec.reduced))
@@ -169,10 +171,10 @@ def _scan_chunks(options, with_gradient, x, head, labels, weights):
         sums, grad_x, grad_head = _chunk(options, with_gradient, head, *(a[0] for a in inputs))
     else:
         # What a value varies over is part of its type, so the scan must start from zeros of the right type.
-        by_rows = used_axes(current_mesh(), BATCH_AXES)
-        by_rows_and_vocab = used_axes(current_mesh(), (*BATCH_AXES, SEQUENCE_AXIS))
-        sums = (_zeros((), jnp.float32, by_rows),) * 2
-        grad_head = _zeros(head.shape, options.numerics.reduce, by_rows_and_vocab) if with_gradient else None
+        by_tokens = used_axes(current_mesh(), TOKEN_AXES)
+        by_tokens_and_vocab = used_axes(current_mesh(), (*TOKEN_AXES, SEQUENCE_AXIS))
+        sums = (_zeros((), jnp.float32, by_tokens),) * 2
+        grad_head = _zeros(head.shape, options.numerics.reduce, by_tokens_and_vocab) if with_gradient else None
         (sums, grad_head), grad_x = lax.scan(body, (sums, grad_head), inputs)
     if with_gradient:
         grad_x = grad_x.reshape(-1, embed_dim)[:num_tokens].reshape(rows, length, embed_dim)
@@ -186,7 +188,7 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str, ...]) -> j
 
 def _chunk(options, with_gradient, head, x_cd, labels_c, weights_c):
     """Sums of one chunk, and gradients of its first sum with respect to hidden states and head."""
-    sharded = bool(sequence_entry(current_mesh()))
+    sharded = current_mesh().shape[SEQUENCE_AXIS] > 1
     shard_vocab = head.shape[0 if options.tied else 1]
     first_id = lax.axis_index(SEQUENCE_AXIS) * shard_vocab if sharded else 0
     across = (lambda a: lax.psum(a, SEQUENCE_AXIS)) if sharded else (lambda a: a)

@@ -32,11 +32,13 @@ BATCH_DTYPES = {
 """Arrays of a batch, each [microbatches, rows, sequence]."""
 
 
-def decoder_definition(model: ModelConfig, precision: PrecisionConfig, remat: str = "none") -> ModelDefinition:
+def decoder_definition(
+    model: ModelConfig, precision: PrecisionConfig, remat: str = "none", context_mode: str = "auto"
+) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs)
+        return Decoder(model, precision, remat, rngs, context_mode)
 
     return ModelDefinition(make_decoder)
 
@@ -55,12 +57,17 @@ class Program:
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
         """The program of a plan on ``devices`` (default: all)."""
         config = plan.config
-        definition = decoder_definition(config.model, config.precision, config.train.remat)
+        definition = decoder_definition(config.model, config.precision, config.train.remat, config.mesh.context_mode)
         return cls(
             plan=plan,
             mesh=make_mesh(plan.mesh, devices),
             definition=definition,
-            optimizer=make_optimizer(config.optim, definition.logical_axes),
+            optimizer=make_optimizer(
+                config.optim,
+                definition.logical_axes,
+                vocab_size=config.model.vocab_size,
+                compute=config.precision.compute,
+            ),
             loss_fn=partial(next_token_loss, z_loss=config.train.z_loss, chunk_tokens=config.train.loss_chunk_tokens),
         )
 

@@ -300,9 +300,19 @@ def placements(
     placed = {}
     for name, array in types.items():
         ours = of_its_param(tuple(name.split("/")), params)
-        same_dims = ours is not None and len(ours.shard) == len(array.shape)
-        placed[name] = ours if same_dims else Placement((None,) * len(array.shape), tuple(array.shape))
+        placed[name] = _placement_like(ours, array.shape)
     return placed
+
+
+def _placement_like(param: Placement | None, shape: tuple[int, ...]) -> Placement:
+    """Placement of a leaf that is or mirrors a parameter; a mean over some of its dims keeps them with size 1."""
+    if param is None or len(param.shard) != len(shape):
+        return Placement((None,) * len(shape), tuple(shape))
+    is_mean = [size == 1 for size in shape]
+    return Placement(
+        tuple(None if mean else entry for mean, entry in zip(is_mean, param.spec, strict=True)),
+        tuple(1 if mean else size for mean, size in zip(is_mean, param.shard, strict=True)),
+    )
 
 
 def _new_metadata(

@@ -122,7 +122,8 @@ def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str,
     for section, tree in sections.items():
         for path, leaf in leaves_by_path(tree, section).items():
             if dims := of_its_param(path, vocab_dims):
-                shape = tuple(vocab_size if dim in dims else size for dim, size in enumerate(leaf.shape))
+                # A mean over the vocabulary keeps the dim, with size 1.
+                shape = tuple(vocab_size if dim in dims and size > 1 else size for dim, size in enumerate(leaf.shape))
                 shapes[path_string(section, path)] = shape
     return shapes
 

@@ -20,8 +20,12 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split the rows of a batch."""
 GATHER_AXES = ("fsdp", "expert", "context")
 """Mesh axes that shard dense weights at rest; a block gathers its weights over them just before use."""
+CONTEXT_AXIS = "context"
+"""Mesh axis that splits the sequence everywhere, in zig-zag order (see ``jaxpar.model.zigzag``)."""
 SEQUENCE_AXIS = "tensor"
-"""Mesh axis that splits the sequence between blocks (sequence parallel)."""
+"""Mesh axis that between blocks splits what is left of the sequence (sequence parallel)."""
+TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
+"""Mesh axes that split the tokens of a batch inside blocks: rows and sequence."""
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
@@ -88,13 +92,18 @@ def batch_entry(mesh: Mesh) -> str | tuple[str, ...] | None:
     return _entry(used_axes(mesh, BATCH_AXES))
 
 
-def sequence_entry(mesh: Mesh) -> str | None:
+def context_entry(mesh: Mesh) -> str | None:
+    """Spec entry of the sequence dim inside blocks, and of token arrays that ``split_sequence`` has split."""
+    return _entry(used_axes(mesh, (CONTEXT_AXIS,)))
+
+
+def sequence_entry(mesh: Mesh) -> str | tuple[str, ...] | None:
     """Spec entry of the sequence dim between blocks."""
-    return SEQUENCE_AXIS if mesh.shape[SEQUENCE_AXIS] > 1 else None
+    return _entry(used_axes(mesh, (CONTEXT_AXIS, SEQUENCE_AXIS)))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of batch arrays [microbatches, rows, sequence]."""
+    """Sharding of batch arrays [microbatches, rows, sequence]: every member of a context group gets the whole row."""
     return NamedSharding(mesh, P(None, batch_entry(mesh), None))
 
 

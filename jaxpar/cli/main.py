@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from jaxpar.cli.bench import bench
 from jaxpar.cli.checkpoints import inspect, reshard, verify_checkpoint
 from jaxpar.cli.config import config
 from jaxpar.cli.data import data
@@ -15,6 +16,8 @@ from jaxpar.cli.plan import plan
 from jaxpar.cli.plot import EPILOG as PLOT_EPILOG
 from jaxpar.cli.plot import plot
 from jaxpar.cli.schedule import schedule
+from jaxpar.cli.sweep import EPILOG as SWEEP_EPILOG
+from jaxpar.cli.sweep import sweep
 from jaxpar.cli.train import EPILOG, train
 from jaxpar.cli.verify import EPILOG as VERIFY_EPILOG
 from jaxpar.cli.verify import verify
@@ -32,8 +35,13 @@ app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
+<<<<<<< HEAD
 app.command("plot", epilog=PLOT_EPILOG)(plot)
+=======
+app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
+>>>>>>> main
 app.command("verify", epilog=VERIFY_EPILOG)(verify)
+app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 app.command("inspect")(inspect)
 app.command("verify-checkpoint")(verify_checkpoint)

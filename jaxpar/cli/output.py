@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
 from rich.console import Console
 
 _PIPED_WIDTH = 160
@@ -14,3 +19,17 @@ def output_console(*, highlight: bool = True) -> Console:
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     return console
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Sends to standard error what is meant for standard output, also what native code writes there (gloo does)."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -5,6 +5,7 @@ Arithmetic only, unless the compiler is asked too (``--compile``).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -46,7 +47,8 @@ Examples:
   jaxpar plan --model deepseek-v3 train.global_batch_size=1024 mesh.fsdp=-1 mesh.expert=64 --devices 1024 --gpu h200
 
 A cluster file says what --gpu, --devices and --nodes say, and more: [cluster] gpu, devices, nodes, intra_gb_per_s,
-inter_gb_per_s (per GPU, one direction); [gpu] describes one that the catalogue lacks. Options win over the file.
+inter_gb_per_s (per GPU, one direction); [gpu] describes one that the catalogue lacks; [measured] is written by
+`jaxpar bench collectives`. Options win over the file.
 
 With --compile gpu the real train step is compiled for the GPUs, without a GPU, in a process of its own (needs the extra
 plan-gpu); with --compile cpu for fake CPU devices. The report has the compiler's memory, every collective, and what is
@@ -208,7 +210,12 @@ def _mesh_product(config: Config) -> int | None:
 def _cluster(described: ClusterFile, gpu: Gpu, num_devices: int, nodes: int | None) -> Cluster:
     """Nodes of the command line over those of the file, if it is about as many devices, over the usual."""
     num_nodes = nodes or (described.num_nodes if described.num_devices in (None, num_devices) else None)
-    return make_cluster(gpu, num_devices=num_devices, num_nodes=num_nodes)
+    cluster = make_cluster(gpu, num_devices=num_devices, num_nodes=num_nodes)
+    if described.links is not None and gpu == described.gpu:
+        return dataclasses.replace(cluster, links=described.links)
+    if described.links is not None:
+        typer.echo(f"warning: not used, because it was not on a {gpu.name}: {described.links.by}", err=True)
+    return cluster
 
 
 def _write_page(path: Path, page: str) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 from jaxpar.cli.compiled_tables import print_compiled
 from jaxpar.cli.output import output_console
 from jaxpar.plan.memory import GIB
-from jaxpar.plan.report import COMPUTE_PARTS, memory_components
+from jaxpar.plan.report import CATALOGUE_LINKS, COMPUTE_PARTS, memory_components
 from jaxpar.plan.search import mesh_words
 
 _SHOWN = 10
@@ -23,6 +23,8 @@ def print_report(report: dict) -> None:
     """Print a report of :mod:`jaxpar.plan.report`."""
     console = output_console(highlight=False)
     console.print(_subject(report))
+    if report["links"] != CATALOGUE_LINKS:
+        console.print(f"links: {report['links']}", style="dim", soft_wrap=True, markup=False)
     console.print(Text(report["verdict_text"], style=_COLOURS[report["verdict"]]))
     if report["mode"] == "train":
         _print_training(console, report)

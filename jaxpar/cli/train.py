@@ -9,13 +9,13 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxpar.cli.exit_codes import DONE, INTERRUPTED, PREEMPTED
+from jaxpar.cli.output import stdout_to_stderr
 from jaxpar.config import Config, ConfigError, load_with_sources
 from jaxpar.config.overrides import split_path
 from jaxpar.config.schema import MeshConfig
@@ -65,7 +65,7 @@ def train(
         return
     trainer = importlib.import_module("jaxpar.trainer")
     try:
-        with _stdout_to_stderr() if as_json else contextlib.nullcontext():
+        with stdout_to_stderr() if as_json else contextlib.nullcontext():
             outcome = trainer.Trainer(loaded.config).run()
     except KeyboardInterrupt:
         # Before the first step, or for the second time. An ordinary exit would wait for threads that read or save.
@@ -78,20 +78,6 @@ def train(
             typer.echo(_closing_words(outcome, loaded.config, arguments), err=True)
     reason = outcome.reason.name
     raise typer.Exit({"NONE": DONE, "INTERRUPTED": INTERRUPTED, "PREEMPTED": PREEMPTED}[reason])
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Sends to standard error what is meant for standard output, also what native code writes there (gloo does)."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def command_name() -> str:

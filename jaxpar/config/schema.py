@@ -124,10 +124,14 @@ class MeshConfig:
     expert: Int = 1
     """Devices that shard the experts. Planned by ``jaxpar plan``; training: not yet."""
     context: Int = 1
-    """Devices that shard the sequence in attention. Planned by ``jaxpar plan``; training: not yet."""
+    """Devices that shard the sequence everywhere, attention included, for rows too long for one device; outside
+    attention it shards weights like fsdp. data.seq_len must divide by 2 x context."""
     tensor: Int = 1
     """Devices that shard heads, MLP width and vocabulary (and, between blocks, the sequence); keep it inside one NVLink
     domain."""
+    context_mode: Literal["auto", "ring", "allgather"] = "auto"
+    """How attention meets the keys and values of other context devices: ring passes them on while it computes,
+    allgather collects a whole row's first. auto: ring where a device holds at least 2048 tokens of a row."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
     """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
 
@@ -241,7 +245,9 @@ class OptimConfig:
     """Optimizer and learning-rate schedule. All counts are optimizer steps."""
 
     name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
-    """adamw. The others: not yet."""
+    """adamw; lion (sign of the momentum); adafactor (factored second moment); muon (orthogonalised momentum for the
+    matrices of blocks, adamw for embeddings, head, norms and biases); sgd. Settings that the chosen one does not have
+    are refused."""
     lr: Annotated[FiniteFloat, Field(ge=0)] = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
@@ -253,12 +259,38 @@ class OptimConfig:
     """wsd: steps of the final linear decay; 0 means a tenth of train.steps."""
     min_lr_ratio: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the decay, as a share of the peak."""
-    b1: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment."""
-    b2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment."""
-    eps: Annotated[FiniteFloat, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
+    b1: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
+    """Decay of the first moment (adamw, lion, and the adamw part of muon). Absent: 0.9."""
+    b2: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
+    """Decay of the second moment (adamw, and the adamw part of muon; absent: 0.95), or of lion's momentum (absent:
+    0.99)."""
+    eps: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """Added to the root of the second moment (adamw), to the norm that a matrix is divided by (muon), absent: 1e-8; to
+    the squared gradient (adafactor), absent: 1e-30."""
+    momentum: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
+    """Decay of the momentum. Absent: sgd 0.9, muon 0.95, adafactor 0 (no momentum is kept)."""
+    nesterov: Bool | None = None
+    """Whether the momentum looks ahead. Absent: muon true, sgd false."""
+    ns_steps: Positive | None = None
+    """Newton-Schulz iterations that orthogonalise muon's momentum. Absent: 5."""
+    update_scale: Literal["rms", "spectral"] | None = None
+    """Size of muon's updates of an [m, n] matrix: rms multiplies by 0.2 sqrt(max(m, n)), the size of AdamW's updates,
+    so that lr and weight decay mean the same (arXiv 2502.16982); spectral by sqrt(max(1, n / m)), as its author does,
+    with a larger lr. Absent: rms."""
+    adamw_lr: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Peak learning rate of the parameters that muon leaves to adamw. Absent: lr."""
+    factored: Bool | None = None
+    """Whether adafactor keeps row and column means of the squared gradient of a matrix instead of all of it. Absent:
+    true."""
+    min_factored_dim: Positive | None = None
+    """Matrices whose smaller side is below this keep the whole second moment (adafactor). Absent: 128."""
+    decay_exponent: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """Adafactor's second moment decays with 1 - step^-decay_exponent. Absent: 0.8."""
+    clip_update_rms: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Adafactor's updates are scaled down to this root mean square; 0 turns it off. Absent: 1."""
+    scale_by_param_rms: Bool | None = None
+    """Whether adafactor's updates are multiplied by the root mean square of the parameter (at least 1e-3), which makes
+    lr relative. Absent: true."""
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     decay_norms: Bool = False

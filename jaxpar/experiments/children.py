@@ -8,11 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jaxpar
+
+BAD_CONFIG = 2
+"""Exit code of a child whose config turns out not to be legal on the devices that are there."""
 
 _FAKE_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _GRACE_S = 10
@@ -62,6 +66,19 @@ def environment(*, fake_devices: bool, fast_compile: bool = False) -> dict[str, 
     return child
 
 
+def end_with_parent() -> None:
+    """In a child: ends this process at once when the one that started it is gone, even by SIGKILL."""
+
+    def wait() -> None:
+        # Straight from the descriptor: a thread that holds a buffer's lock would abort the interpreter at its end.
+        with contextlib.suppress(OSError):
+            while os.read(0, 1):
+                pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="jaxpar-parent", daemon=True).start()
+
+
 def run_child(
     arguments: Sequence[str], *, environment: Mapping[str, str], timeout_s: float, log: Path, cwd: Path | None = None
 ) -> Ended:
@@ -85,7 +102,7 @@ def run_child(
             [sys.executable, "-m", *arguments],
             cwd=cwd,
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -96,6 +113,7 @@ def run_child(
             timed_out = True
         finally:
             _end(process)
+            process.stdin.close()
     error = log.read_text(encoding="utf-8", errors="replace")[-8000:]
     return Ended(code=process.returncode, timed_out=timed_out, seconds=time.monotonic() - started, error=error)
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxpar.config.schema import AXES, Config, DataConfig, ModelConfig, RopeScaling, TrainConfig
+from jaxpar.config.schema import AXES, Config, DataConfig, ModelConfig, OptimConfig, RopeScaling, TrainConfig
 from jaxpar.plan.facts import BATCH_AXES, EMBED_AXES, Facts
 from jaxpar.plan.parameters import padded_vocab_size
 
@@ -52,24 +52,13 @@ def shrink(facts: Facts, *, max_devices: int = MAX_DEVICES) -> Shrunk:
     model = _small_model(config, given, mesh)
     data = _small_data(config, model, mesh)
     train = _small_train(config, given, mesh, data.seq_len)
-    scheduled = config.optim.schedule == "wsd"
-    optim = dataclasses.replace(
-        config.optim,
-        lr=1e-2,
-        warmup_steps=min(config.optim.warmup_steps, 2),
-        decay_steps=min(config.optim.decay_steps, 2) if scheduled else 0,
-        # A parameter whose true gradient is 0 (a key bias) would turn rounding into full-size steps.
-        eps=max(config.optim.eps, 1e-4),
-        # Low enough to be reached by a fresh model.
-        clip_norm=min(config.optim.clip_norm, 0.5),
-    )
     small = dataclasses.replace(
         config,
         model=model,
         mesh=dataclasses.replace(config.mesh, **mesh),
         data=data,
         train=train,
-        optim=optim,
+        optim=_small_optim(config.optim),
         precision=dataclasses.replace(config.precision, params="float32", compute="float32", reduce="float32"),
         runtime=dataclasses.replace(
             config.runtime,
@@ -103,6 +92,23 @@ def _scaled_down(mesh: Mapping[str, int], max_devices: int) -> dict[str, int]:
 def _few(per_shard: int) -> int:
     """1 where each shard has 1, else 2."""
     return min(per_shard, 2)
+
+
+def _small_optim(optim: OptimConfig) -> OptimConfig:
+    """The same optimizer, with steps that show a fault and hide rounding."""
+    # A parameter whose true gradient is 0 (a key bias) would turn rounding into full-size steps. Adafactor's eps is
+    # added to squares. Lion has none: there only the sign of a gradient matters.
+    eps = {"adafactor": 1e-8, "lion": None, "sgd": None}.get(optim.name, 1e-4)
+    return dataclasses.replace(
+        optim,
+        lr=1e-2,
+        warmup_steps=min(optim.warmup_steps, 2),
+        decay_steps=min(optim.decay_steps, 2) if optim.schedule == "wsd" else 0,
+        eps=None if eps is None else max(optim.eps or 0.0, eps),
+        # Low enough to be reached by a fresh model, as is the size from which small matrices are factored.
+        clip_norm=min(optim.clip_norm, 0.5),
+        min_factored_dim=8 if optim.name == "adafactor" else None,
+    )
 
 
 def _small_model(config: Config, given: Mapping[str, int], mesh: Mapping[str, int]) -> ModelConfig:

@@ -15,6 +15,7 @@ import jax
 
 from jaxpar.config import Config, ConfigError, load_config
 from jaxpar.config.schema import MeshConfig
+from jaxpar.experiments.children import end_with_parent
 from jaxpar.experiments.parity import TOLERANCE, Comparison, compare, run_steps
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
@@ -69,6 +70,7 @@ def _json_number(value: float) -> float | None:
 
 def main(config_file: str, result_file: str) -> None:
     """Verify a config file and write the report."""
+    end_with_parent()
     config = load_config(config_file)
     start(config.runtime)
     Path(result_file).write_text(json.dumps(report(verify(config))), encoding="utf-8")

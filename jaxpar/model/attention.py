@@ -1,7 +1,7 @@
 """Causal self-attention of packed documents: the one function through which every kernel is reached.
 
 Shapes: B batch, S sequence, H heads, K kv heads, h head_dim. Heads are sharded over ``tensor``, rows over the batch
-axes; the sequence is whole.
+axes, the sequence over ``context`` in zig-zag order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, island, spec_of, varying
 from jaxpar.model.layers import normalise, rotate
-from jaxpar.sharding import batch_entry
+from jaxpar.model.ring import context_attention
+from jaxpar.plan.context import resolved_context_mode
+from jaxpar.sharding import CONTEXT_AXIS, batch_entry, context_entry
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +29,8 @@ class SequenceInfo:
     sin: jax.Array | None
     """float32 [B, S, h/2]; None: no RoPE."""
     segment_ids: jax.Array
-    """int32 [B, S]: which document of the row a token belongs to; 0 is padding."""
+    """int32 [B, S]: which document of the row a token belongs to; 0 is padding. Whole on every member of a context
+    group, in zig-zag order: queries meet the keys of all members."""
 
 
 def attention(
@@ -37,6 +40,7 @@ def attention(
     extras: Mapping[str, jax.Array],
     info: SequenceInfo,
     norm_eps: float,
+    context_mode: str = "auto",
 ) -> jax.Array:
     """Biases, qk-norm, RoPE and attention, all local to a device's heads and rows.
 
@@ -47,14 +51,17 @@ def attention(
         extras: of q_bias [H, h], k_bias, v_bias [K, h], q_norm, k_norm [h] those that the family has.
         info: positions and documents; a token attends to earlier tokens of its own document only.
         norm_eps: epsilon of the qk-norm.
+        context_mode: see ``mesh.context_mode``; used when the context axis is above 1.
 
     Returns:
         [B, S, H, h].
     """
     mesh = current_mesh()
-    batch = batch_entry(mesh)
+    batch, sequence = batch_entry(mesh), context_entry(mesh)
+    members = mesh.shape[CONTEXT_AXIS]
+    context_mode = resolved_context_mode(context_mode, q_bshk.shape[1] // members)
     extra_specs = {name: spec_of(value) for name, value in extras.items()}
-    rope_spec = None if info.cos is None else P(batch, None, None)
+    rope_spec = None if info.cos is None else P(batch, sequence, None)
     info_specs = SequenceInfo(cos=rope_spec, sin=rope_spec, segment_ids=P(batch, None))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, jax.Array], info: SequenceInfo) -> jax.Array:
@@ -67,6 +74,8 @@ def attention(
             q, k = normalise(q, extras["q_norm"], norm_eps), normalise(k, extras["k_norm"], norm_eps)
         if info.cos is not None:
             q, k = rotate(q, info.cos, info.sin), rotate(k, info.cos, info.sin)
+        if members > 1:
+            return context_attention(context_mode, q, k, v, info.segment_ids)
         return attend(q, k, v, info.segment_ids)
 
     specs = (spec_of(q_bshk), spec_of(k_bskk), spec_of(v_bskk), extra_specs, info_specs)

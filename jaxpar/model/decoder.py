@@ -20,6 +20,7 @@ from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
+from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
 
@@ -32,7 +33,7 @@ EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Number formats and recomputation, fixed while tracing."""
+    """Number formats, recomputation and the way of context parallelism, fixed while tracing."""
 
     compute: jnp.dtype
     """Products, activations and weight gathers."""
@@ -40,11 +41,14 @@ class Numerics:
     """Gradient reduce-scatters."""
     remat: str
     """``none`` or ``full``, see ``train.remat``."""
+    context_mode: str = "auto"
+    """See ``mesh.context_mode``."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str) -> Numerics:
+    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto") -> Numerics:
         """Numerics that a config asks for."""
-        return cls(compute=jnp.dtype(precision.compute), reduce=jnp.dtype(precision.reduce), remat=remat)
+        compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
+        return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode)
 
 
 def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
@@ -138,7 +142,7 @@ class Block(nnx.Module):
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
-        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps)
+        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, self.numerics.context_mode)
         return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
 
     def _mlp(self, y_bsd: jax.Array) -> jax.Array:
@@ -178,9 +182,11 @@ def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Arra
 class Decoder(nnx.Module):
     """Embedding of tokens (and positions), L blocks, final norm and output head (absent when tied)."""
 
-    def __init__(self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs):
+    def __init__(
+        self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs, context_mode: str = "auto"
+    ):
         self.model = model
-        self.numerics = Numerics.of(precision, remat)
+        self.numerics = Numerics.of(precision, remat, context_mode)
         dtype = jnp.dtype(precision.params)
         V, D = model.vocab_size, model.embed_dim
         padding = padded_vocab_size(model) - V
@@ -200,10 +206,10 @@ class Decoder(nnx.Module):
             self.head = _param(head, "embed", "vocab")
 
     def hidden(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
-        """Final hidden states [B, S, D], normalised, laid out as between blocks.
+        """Final hidden states [B, S, D], normalised, laid out as between blocks: with a context axis in zig-zag order.
 
         Args:
-            tokens_bs: int32 [B, S].
+            tokens_bs: int32 [B, S], natural order, S whole; so are the others.
             positions_bs: int32 [B, S], position of each token in its document; below ``max_positions`` if learned.
             segment_ids_bs: int32 [B, S], see ``SequenceInfo``.
         """
@@ -222,20 +228,21 @@ class Decoder(nnx.Module):
     def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:
         """What enters the first block: [B, S, D]."""
         family, compute = FAMILIES[self.model.family], self.numerics.compute
-        x_bsd = embed(self.embedding[...], tokens_bs, compute)
+        x_bsd = embed(self.embedding[...], split_sequence(tokens_bs), compute)
         if family.scaled_embedding:
             x_bsd = x_bsd * jnp.asarray(math.sqrt(self.model.embed_dim), compute)
         if family.learned_positions:
-            x_bsd = x_bsd + embed(self.positions[...], positions_bs, compute)
+            x_bsd = x_bsd + embed(self.positions[...], split_sequence(positions_bs), compute)
         return x_bsd
 
     def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
         """What attention needs to know about the rows."""
-        model = self.model
+        model, segment_ids = self.model, zigzag(segment_ids_bs)
         if FAMILIES[model.family].learned_positions:
-            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids_bs)
-        cos, sin = rope_angles(positions_bs, rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling))
-        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids_bs)
+            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids)
+        frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
+        cos, sin = rope_angles(split_sequence(positions_bs), frequencies)
+        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:
@@ -250,4 +257,4 @@ class Decoder(nnx.Module):
         equation = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
         logits = jnp.einsum(equation, x_bsd, head, preferred_element_type=jnp.float32)
         whole = jax.sharding.reshard(logits, P(batch_entry(current_mesh()), None, None))
-        return whole[..., : self.model.vocab_size]
+        return natural_order(whole)[..., : self.model.vocab_size]

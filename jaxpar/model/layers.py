@@ -1,7 +1,7 @@
 """Pieces of a decoder block.
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V padded vocabulary, L layers.
-Activations between blocks are [B, S, D] with B over the batch axes and S over ``tensor``.
+Activations between blocks are [B, S, D] with B over the batch axes and S over ``context`` and ``tensor``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, island, spec_of, varying
 from jaxpar.config.schema import RopeScaling
-from jaxpar.sharding import BATCH_AXES, SEQUENCE_AXIS, axes_of, batch_entry, sequence_entry
+from jaxpar.sharding import SEQUENCE_AXIS, TOKEN_AXES, axes_of, batch_entry, sequence_entry
 
 
 def normalise(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -111,12 +111,12 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     """Look tokens up in a table sharded over vocabulary and embed, moving activations instead of the table.
 
     Each device looks the tokens of its whole gather group up in its own columns; ``psum_scatter`` adds the vocabulary
-    shards up and cuts the sequence; an all-to-all trades columns for rows. The gradient takes the same way back, so
+    shards up and cuts the sequence; an all-to-all trades columns for tokens. The gradient takes the same way back, so
     the table is never gathered and its gradient needs no reduction over the gather axes.
 
     Args:
         table_vd: [V, D], V over ``tensor`` or whole (a table of positions), D over the gather axes.
-        tokens_bs: int32 [B, S], B over the batch axes; rows of the table.
+        tokens_bs: int32 [B, S], B over the batch axes, S over ``context``; rows of the table.
         compute: dtype of the result.
 
     Returns:
@@ -125,11 +125,12 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     mesh = current_mesh()
     table_spec = spec_of(table_vd)
     vocab_axes, embed_axes = (axes_of(entry) for entry in table_spec.partitions)
-    exchange_axes = tuple(axis for axis in embed_axes if axis in BATCH_AXES)
-    sequence = sequence_entry(mesh)
+    exchange_axes = tuple(axis for axis in embed_axes if axis in TOKEN_AXES)
+    tensor = mesh.shape[SEQUENCE_AXIS]
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         table = varying(table, table_spec.reduced)
+        # Members of the group that differ in their part of the sequence are further rows here.
         if exchange_axes:
             tokens = lax.all_gather(tokens, exchange_axes, axis=0, tiled=True)
         if vocab_axes:
@@ -138,13 +139,13 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
             rows = jnp.where(mine[..., None], table[jnp.where(mine, tokens, 0)], 0)
             rows = lax.psum_scatter(rows.astype(compute), SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
         else:
-            if sequence is not None:
-                length = tokens.shape[1] // mesh.shape[sequence]
-                tokens = lax.dynamic_slice_in_dim(tokens, lax.axis_index(sequence) * length, length, axis=1)
+            if tensor > 1:
+                length = tokens.shape[1] // tensor
+                tokens = lax.dynamic_slice_in_dim(tokens, lax.axis_index(SEQUENCE_AXIS) * length, length, axis=1)
             rows = table[tokens].astype(compute)
         if exchange_axes:
             rows = lax.all_to_all(rows, exchange_axes, split_axis=0, concat_axis=2, tiled=True)
         return rows
 
-    out_spec = P(batch_entry(mesh), sequence, None)
-    return island(local, (table_spec, P(batch_entry(mesh), None)), out_spec)(table_vd, tokens_bs)
+    out_spec = P(batch_entry(mesh), sequence_entry(mesh), None)
+    return island(local, (table_spec, spec_of(tokens_bs)), out_spec)(table_vd, tokens_bs)

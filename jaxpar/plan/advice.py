@@ -63,7 +63,17 @@ def verdict(problems: list[PlanProblem]) -> str:
 def find_plan_problems(task: Task, plan: Evaluation) -> tuple[list[PlanProblem], list[Variation]]:
     """Everything worth saying about a layout, worst first, and the neighbours that were looked at."""
     near = list(variations(task, plan.layout))
-    rules = (_memory, _microbatches, _tensor_domain, _no_need, _hybrid, _replicate, _exchange, _faster)
+    rules = (
+        _memory,
+        _microbatches,
+        _tensor_domain,
+        _no_need,
+        _hybrid,
+        _replicate,
+        _exchange,
+        _unmeasured_exchange,
+        _faster,
+    )
     found = [problem for rule in rules for problem in rule(_Case(task=task, plan=plan, near=near))]
     order = {"error": 0, "unwise": 1, "hint": 2}
     return sorted(found, key=lambda problem: order[problem.severity]), near
@@ -247,14 +257,47 @@ def _exchange(case: _Case) -> Iterator[PlanProblem]:
     for collective in case.plan.time.collectives:
         if collective.axis == "expert" and collective.link == "network":
             share = collective.exposed_s / case.plan.time.step_s
+            nearer = f"keep mesh.expert within {case.task.cluster.domain_size}"
+            doubt, remedy = "", nearer
+            if not _knows_exchange(case):
+                doubt = ", and all-to-all is the collective whose speed is known least"
+                remedy = f"{_MEASURE_EXCHANGE}; or {nearer}"
             yield PlanProblem(
                 rule="expert_over_network",
                 severity="unwise" if share > 0.25 else "hint",
-                message=f"tokens cross the network to their experts: predicted {share:.0%} of the step, and all-to-all "
-                "is the collective whose speed is known least",
-                remedy="measure all-to-all on this cluster before a long run and put the bandwidth in a cluster file; "
-                f"or keep mesh.expert within {case.task.cluster.domain_size}",
+                message=f"tokens cross the network to their experts: predicted {share:.0%} of the step{doubt}",
+                remedy=remedy,
             )
+
+
+_MEASURE_EXCHANGE = (
+    "measure it there before a long run (jaxpar bench collectives --out cluster.toml, on a mesh with that expert axis) "
+    "and plan with --cluster cluster.toml"
+)
+
+_MANY_DEVICES = 64
+"""A run that is worth measuring for."""
+
+
+def _knows_exchange(case: _Case) -> bool:
+    layout = case.plan.layout
+    return case.task.cluster.knows_exchange(layout.tensor * layout.context, layout.expert)
+
+
+def _unmeasured_exchange(case: _Case) -> Iterator[PlanProblem]:
+    """A large run of a mixture of experts whose exchange nobody has timed."""
+    devices = case.task.cluster.num_devices
+    exchanges = [collective for collective in case.plan.time.collectives if collective.op == "all-to-all"]
+    if not exchanges or devices < _MANY_DEVICES or _knows_exchange(case):
+        return
+    share = sum(collective.exposed_s for collective in exchanges) / case.plan.time.step_s
+    yield PlanProblem(
+        rule="all_to_all_unmeasured",
+        severity="hint",
+        message=f"all-to-all was never measured on this cluster: that it takes {share:.0%} of the step on {devices} "
+        "devices is a guess from the catalogue",
+        remedy=_MEASURE_EXCHANGE,
+    )
 
 
 def _faster(case: _Case) -> Iterator[PlanProblem]:

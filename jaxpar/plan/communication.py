@@ -165,10 +165,8 @@ def _expert(
     # A token crosses the network once per node that it goes to, and is spread there over the fast link.
     domains = max(1.0, expert * stride / cluster.domain_size)
     across = sent * (1 - inside) * min(1.0, domains / shape.top_k)
-    link = cluster.gpu.link_bandwidth * cluster.link_share
-    if cluster.link_name(stride, expert) == "PCIe":
-        link = cluster.ring_bandwidth(stride, expert)
-    seconds = max(sent / link, across / cluster.network_bandwidth)
+    link, network = cluster.exchange_bandwidth(stride, expert)
+    seconds = max(sent / link, across / network)
     moe_share = shape.moe_layers / shape.num_layers
     count = layout.microbatches * stage.blocks * moe_share * 2 * (2 + layout.recompute)
     yield Collective(
@@ -269,7 +267,7 @@ def _pipeline(shape: ModelShape, layout: Layout, cluster: Cluster, constants: Co
     sent = layout.tokens * shape.embed_dim * _value_bytes(layout) / sequence_shards
     stride = layout.num_devices // stages
     is_inside = layout.num_devices <= cluster.domain_size
-    bandwidth = cluster.gpu.link_bandwidth * cluster.link_share if is_inside else cluster.network_bandwidth
+    bandwidth = cluster.link_bandwidth if is_inside else cluster.network_bandwidth
     count = layout.microbatches * layout.chunks * 2
     seconds = count * (sent / bandwidth + constants.latency_s)
     yield Collective(

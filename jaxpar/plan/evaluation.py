@@ -7,7 +7,8 @@ import dataclasses
 from jaxpar.plan.efficiency import CONSTANTS, Constants
 from jaxpar.plan.facts import Facts
 from jaxpar.plan.layout import Layout, Precision, layout_of
-from jaxpar.plan.memory import BFLOAT16_STATE, FLOAT32_STATE, Memory, StateBytes, training_memory
+from jaxpar.plan.memory import FLOAT32_STATE, Memory, StateBytes, training_memory
+from jaxpar.plan.optimizer_memory import state_bytes
 from jaxpar.plan.shape import ModelShape
 from jaxpar.plan.time import StepTime, step_time, tokens_per_s_per_device, utilisation
 from jaxpar.plan.topology import Cluster
@@ -55,8 +56,8 @@ class Evaluation:
 
 
 def trains_today(layout: Layout) -> bool:
-    """Whether the trainer can run such a layout already: data, fsdp and tensor axes, full sharding."""
-    return layout.pipeline == layout.context == layout.expert == 1 and layout.strategy in ("none", "full")
+    """Whether the trainer can run such a layout already: no pipeline or expert axis, full sharding."""
+    return layout.pipeline == layout.expert == 1 and layout.strategy in ("none", "full")
 
 
 def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
@@ -68,7 +69,7 @@ def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
         global_batch_size=config.train.global_batch_size,
         seq_len=config.data.seq_len,
         precision=config.precision.compute,
-        state=BFLOAT16_STATE if config.precision.params == "bfloat16" else FLOAT32_STATE,
+        state=state_bytes(config),
         memory_fraction=config.runtime.memory_fraction,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
     )

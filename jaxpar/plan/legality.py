@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.shape import ModelShape
 
 
@@ -14,6 +15,7 @@ def mesh_objection(shape: ModelShape, mesh: Mapping[str, int], seq_len: int) -> 
     """Why this mesh cannot hold this model, or None. The batch and the schedule are asked separately."""
     tensor, context, expert = mesh["tensor"], mesh["context"], mesh["expert"]
     embed_shards = mesh["fsdp"] * expert * context
+    split = sequence_shards(tensor=tensor, context=context)
     divisions = (
         (shape.num_kv_heads, tensor, f"{shape.num_kv_heads} kv heads do not divide by tensor {tensor}"),
         (shape.num_heads, tensor, f"{shape.num_heads} heads do not divide by tensor {tensor}"),
@@ -27,7 +29,7 @@ def mesh_objection(shape: ModelShape, mesh: Mapping[str, int], seq_len: int) -> 
             embed_shards,
             f"embed_dim {shape.embed_dim} does not divide by fsdp x expert x context = {embed_shards}",
         ),
-        (seq_len, tensor * context, f"{seq_len} tokens do not divide by tensor x context = {tensor * context}"),
+        (seq_len, split, f"{seq_len} tokens do not divide into {split} parts (tensor {tensor}, context {context})"),
         (
             shape.num_layers,
             mesh["pipeline"],

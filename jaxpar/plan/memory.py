@@ -9,6 +9,7 @@ under full, selective and dots remat. It assumes fused attention: no [S, S] scor
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from jaxpar.plan.layout import Layout, Strategy
 from jaxpar.plan.shape import ModelShape
@@ -30,7 +31,16 @@ class StateBytes:
     params: float = 4.0
     grads: float = 4.0
     optimizer: float = 8.0
-    """Two moments; with master weights kept apart from ``params`` these too."""
+    """Of the matrices of blocks: two moments; with master weights kept apart from ``params`` these too."""
+    optimizer_tables: float | None = None
+    """Of the embedding and the head; None: as of the matrices."""
+    optimizer_vectors: float | None = None
+    """Of norms, biases and learned positions; None: as of the matrices."""
+
+    def of(self, part: Literal["tables", "vectors"]) -> StateBytes:
+        """Bytes of a part whose optimizer state is another."""
+        optimizer = self.optimizer_tables if part == "tables" else self.optimizer_vectors
+        return self if optimizer is None else dataclasses.replace(self, optimizer=optimizer)
 
 
 FLOAT32_STATE = StateBytes()
@@ -165,10 +175,14 @@ def _buffers(shape: ModelShape, layout: Layout) -> float:
 def _matrices(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     """(dense, routed expert) matrix elements on one device before the data axes split them; vocabulary padded."""
     split = layout.tensor * layout.pipeline
-    tables = 1 if shape.tie_embeddings else 2
-    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.embed_dim * tables
-    dense = (shape.block_params + shape.embedding_params + padding) / split
+    dense = (shape.block_params + _table_params(shape)) / split
     return dense, shape.routed_params / (split * layout.expert)
+
+
+def _table_params(shape: ModelShape) -> int:
+    """Embedding and head, vocabulary padded."""
+    tables = 1 if shape.tie_embeddings else 2
+    return shape.embedding_params + (shape.padded_vocab_size - shape.vocab_size) * shape.embed_dim * tables
 
 
 def _state(
@@ -177,10 +191,12 @@ def _state(
     """(params, grads, optimizer) bytes of a device."""
     # Each pipeline stage holds its own blocks' vectors; every other axis replicates them.
     vectors = shape.vector_params / layout.pipeline
+    tables = _table_params(shape) / (layout.tensor * layout.pipeline)
     parts = [
-        state_memory(dense, layout.weight_shards, layout.strategy, per_param),
+        state_memory(dense - tables, layout.weight_shards, layout.strategy, per_param),
+        state_memory(tables, layout.weight_shards, layout.strategy, per_param.of("tables")),
         state_memory(experts, max(1, layout.weight_shards // layout.expert), layout.strategy, per_param),
-        state_memory(vectors, 1, "none", per_param),
+        state_memory(vectors, 1, "none", per_param.of("vectors")),
     ]
     return tuple(sum(column) for column in zip(*parts, strict=True))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from jaxpar.config.dims import dims_problems
 from jaxpar.config.errors import Problem
 from jaxpar.families import FAMILIES
+from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.facts import EMBED_AXES, Facts
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size, param_kinds
 
@@ -215,16 +216,19 @@ def param_dims_divide(facts: Facts) -> Iterator[Problem]:
 def sequence_divides(facts: Facts) -> Iterator[Problem]:
     """The context axis splits the sequence, and between blocks the tensor axis splits what is left of it."""
     tensor, context, seq_len = facts.mesh.get("tensor", 1), facts.mesh.get("context", 1), facts.config.data.seq_len
-    shards = tensor * context
+    shards = sequence_shards(tensor=tensor, context=context)
     if seq_len % shards:
         lower = seq_len // shards * shards
         working = [length for length in (lower, lower + shards) if length]
-        axes = f"tensor {tensor}" + (f" x context {context} = {shards}" if context > 1 else "")
+        if context == 1:
+            divisor, why = f"tensor {tensor}", "which splits the sequence between blocks (activations dim 1)"
+        else:
+            parts = f"context {context} holds two chunks of it" + (f", split by tensor {tensor}" if tensor > 1 else "")
+            divisor, why = str(shards), f"into which the mesh splits the sequence (each member of {parts})"
         yield Problem(
             key="data.seq_len",
             value=seq_len,
-            message=f"does not divide by {axes} (remainder {seq_len % shards}), which splits the sequence "
-            "between blocks (activations dim 1)",
+            message=f"does not divide by {divisor} (remainder {seq_len % shards}), {why}",
             remedy=f"set data.seq_len to {' or '.join(map(str, working))}, or change mesh.tensor"
             + (" or mesh.context" if context > 1 else ""),
         )

@@ -22,6 +22,9 @@ ASSUMPTIONS = (
 )
 
 
+CATALOGUE_LINKS = "catalogue"
+"""Where bandwidths come from when they were not measured."""
+
 COMPUTE_PARTS = {
     "products_s": "matrix products",
     "attention_s": "attention",
@@ -196,6 +199,7 @@ def _subject(shape: ModelShape, cluster: Cluster) -> dict:
         "num_devices": cluster.num_devices,
         "num_nodes": cluster.num_nodes,
         "nvlink_domain": cluster.gpu.domain_size,
+        "links": cluster.links.by if cluster.links else CATALOGUE_LINKS,
         "params": {
             "total": shape.total_params,
             "active": shape.active_params,

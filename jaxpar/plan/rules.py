@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.plan import data_rules, mesh_rules, model_rules, run_rules, support_rules
+from jaxpar.plan import data_rules, mesh_rules, model_rules, optim_rules, run_rules, support_rules
 from jaxpar.plan.facts import Facts
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -50,9 +50,8 @@ RULES: tuple[Rule, ...] = (
     mesh_rules.device_count_agrees,
     mesh_rules.axis_shards_something,
     support_rules.pipeline_axis,
-    support_rules.context_axis,
+    support_rules.context_combinations,
     support_rules.fsdp_strategy,
-    support_rules.optimizer,
     support_rules.dense_model,
     model_rules.dims_complete,
     model_rules.kv_heads_divide_heads,
@@ -76,6 +75,8 @@ RULES: tuple[Rule, ...] = (
     run_rules.validation_has_data,
     run_rules.steps_in_order,
     run_rules.profile_is_reached,
+    optim_rules.settings_are_used,
+    optim_rules.adamw_lr_has_a_ratio,
     run_rules.processes_find_each_other,
     run_rules.paths_are_on_file_systems,
     run_rules.run_directory_usable,

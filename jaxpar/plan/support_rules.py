@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxpar.config.errors import Problem
 from jaxpar.plan.facts import Facts
 
-_TRAINABLE_AXES = "data, fsdp and tensor axes work"
+_TRAINABLE_AXES = "data, fsdp, context and tensor axes work"
 
 
 def pipeline_axis(facts: Facts) -> Iterator[Problem]:
@@ -15,9 +15,21 @@ def pipeline_axis(facts: Facts) -> Iterator[Problem]:
     yield from _unsupported_axis(facts, "pipeline", "pipeline parallelism")
 
 
-def context_axis(facts: Facts) -> Iterator[Problem]:
-    """Context parallelism."""
-    yield from _unsupported_axis(facts, "context", "context parallelism (ring attention)")
+def context_combinations(facts: Facts) -> Iterator[Problem]:
+    """Context parallelism together with what it has not been proven with."""
+    if facts.mesh.get("context", 1) == 1:
+        return
+    for key, value, applies in (
+        ("mesh.pipeline", facts.config.mesh.pipeline, facts.mesh.get("pipeline", 1) > 1),
+        ("model.num_experts", facts.model.num_experts, facts.model.num_experts > 0),
+    ):
+        if applies:
+            yield Problem(
+                key=key,
+                value=value,
+                message=f"together with mesh.context = {facts.mesh['context']}: not yet",
+                remedy="set mesh.context=1; context works with data, fsdp and tensor axes and dense models",
+            )
 
 
 def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
@@ -32,13 +44,6 @@ def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
             f"not yet{unused}",
             remedy='"full" works; for replicated weights use mesh.data instead of mesh.fsdp',
         )
-
-
-def optimizer(facts: Facts) -> Iterator[Problem]:
-    """Optimizers other than AdamW."""
-    name = facts.config.optim.name
-    if name != "adamw":
-        yield Problem(key="optim.name", value=name, message="not yet", remedy='"adamw" works')
 
 
 def dense_model(facts: Facts) -> Iterator[Problem]:

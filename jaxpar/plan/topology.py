@@ -21,6 +21,20 @@ _EXAMPLE = 'e.g. gpu = "h100", devices = 64, nodes = 8 under [cluster]'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredLinks:
+    """Bytes/s per device and direction, as ``jaxpar bench collectives`` measured them; None where it did not."""
+
+    by: str
+    """What measured them, where and when."""
+    intra: float | None = None
+    """Of a ring inside a domain."""
+    inter: float | None = None
+    """Of a ring across domains, of one device's own interface."""
+    all_to_all_intra: float | None = None
+    all_to_all_inter: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """GPUs of one kind. Consecutive devices fill an NVLink domain, then the next."""
 
@@ -31,6 +45,8 @@ class Cluster:
     """What a collective reaches of the link inside a node. Fitted to published runs."""
     network_share: float = 0.75
     """What a collective reaches of the network interfaces. Fitted to published runs."""
+    links: MeasuredLinks | None = None
+    """What was measured on the cluster itself, which then counts instead; None: the catalogue."""
 
     @property
     def num_nodes(self) -> int:
@@ -63,19 +79,42 @@ class Cluster:
         there brings its own network interface: min(link, members per domain x interface). (NCCL opens one channel per
         interface; without this, published runs of FSDP over many nodes are missed by half.)
         """
-        link = self.gpu.link_bandwidth * self.link_share
+        link = self.link_bandwidth
         name = self.link_name(stride, members)
-        if name in ("NVLink", "none"):
+        if name in ("NVLink", "none") or (name == "PCIe" and self.links and self.links.intra):
             return link
         if name == "PCIe":
             return min(link, _PCIE_BANDWIDTH * self.link_share)
         members_per_domain = max(1, self.domain_size // stride)
-        return min(link, members_per_domain * self.gpu.network_bandwidth * self.network_share)
+        return min(link, members_per_domain * self.network_bandwidth)
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes/s that a collective reaches of the link between two devices of a domain."""
+        measured = self.links.intra if self.links else None
+        return measured or self.gpu.link_bandwidth * self.link_share
 
     @property
     def network_bandwidth(self) -> float:
-        """Bytes/s of one device's own network interface."""
-        return self.gpu.network_bandwidth * self.network_share
+        """Bytes/s that a collective reaches of one device's own network interface."""
+        measured = self.links.inter if self.links else None
+        return measured or self.gpu.network_bandwidth * self.network_share
+
+    def exchange_bandwidth(self, stride: int, members: int) -> tuple[float, float]:
+        """Bytes/s of an all-to-all: of each device's link, and of its network interface."""
+        link = self.link_bandwidth
+        if self.link_name(stride, members) == "PCIe":
+            link = self.ring_bandwidth(stride, members)
+        if self.links is None:
+            return link, self.network_bandwidth
+        return self.links.all_to_all_intra or link, self.links.all_to_all_inter or self.network_bandwidth
+
+    def knows_exchange(self, stride: int, members: int) -> bool:
+        """Whether all-to-all was measured on the links that a group uses."""
+        if self.links is None:
+            return False
+        is_inside = self.link_name(stride, members) != "network"
+        return bool(self.links.all_to_all_intra if is_inside else self.links.all_to_all_inter)
 
 
 def make_cluster(gpu: Gpu, *, num_devices: int, num_nodes: int | None = None) -> Cluster:
@@ -99,6 +138,14 @@ def make_cluster(gpu: Gpu, *, num_devices: int, num_nodes: int | None = None) ->
 
 
 _CLUSTER_KEYS = {"gpu": str, "devices": int, "nodes": int, "intra_gb_per_s": float, "inter_gb_per_s": float}
+_MEASURED_KEYS = {
+    "by": str,
+    "device_kind": str,
+    "intra_gb_per_s": float,
+    "inter_gb_per_s": float,
+    "all_to_all_intra_gb_per_s": float,
+    "all_to_all_inter_gb_per_s": float,
+}
 _GPU_KEYS = {
     "name": str,
     "memory_gib": float,
@@ -121,6 +168,8 @@ class ClusterFile:
     gpu: Gpu | None
     num_devices: int | None
     num_nodes: int | None
+    links: MeasuredLinks | None = None
+    """Measured on the GPU of the file."""
 
 
 def read_cluster(path: str | os.PathLike) -> ClusterFile:
@@ -129,7 +178,8 @@ def read_cluster(path: str | os.PathLike) -> ClusterFile:
     ``[cluster]`` has gpu (a catalogue name), devices, nodes, and intra_gb_per_s and inter_gb_per_s, which replace the
     catalogue's link and network bandwidth (per GPU, one direction, e.g. as measured). A ``[gpu]`` table describes a GPU
     that the catalogue does not have: name, memory_gib, memory_gb_per_s, bfloat16_tflops (dense), float8_tflops,
-    float4_tflops, float32_tflops, link_gb_per_s, domain_size (NVLink), network_gb_per_s.
+    float4_tflops, float32_tflops, link_gb_per_s, domain_size (NVLink), network_gb_per_s. ``[measured]`` is written by
+    ``jaxpar bench collectives``: what collectives reach of the links of that GPU.
 
     Raises:
         ConfigError: The file cannot be read, or a key is unknown, missing or of the wrong type.
@@ -141,8 +191,8 @@ def read_cluster(path: str | os.PathLike) -> ClusterFile:
     except (OSError, ValueError) as error:
         raise _problem(str(path), NO_VALUE, f"cannot be read: {error}", f"give a TOML file, {_EXAMPLE}") from None
     for name in tables:
-        if name not in ("cluster", "gpu"):
-            raise _problem(str(path), name, "no such table", "tables are [cluster] and [gpu]")
+        if name not in ("cluster", "gpu", "measured"):
+            raise _problem(str(path), name, "no such table", "tables are [cluster], [gpu] and [measured]")
     cluster = _checked(path, "cluster", tables.get("cluster", {}), _CLUSTER_KEYS)
     gpu = None
     if "gpu" in tables:
@@ -158,7 +208,19 @@ def read_cluster(path: str | os.PathLike) -> ClusterFile:
         raise _problem(f"{path}: cluster.gpu", NO_VALUE, "bandwidths belong to a GPU", _EXAMPLE)
     if measured:
         gpu = dataclasses.replace(gpu, **measured)
-    return ClusterFile(gpu=gpu, num_devices=cluster.get("devices"), num_nodes=cluster.get("nodes"))
+    links = _measured_links(path, tables["measured"]) if "measured" in tables else None
+    return ClusterFile(gpu=gpu, num_devices=cluster.get("devices"), num_nodes=cluster.get("nodes"), links=links)
+
+
+def _measured_links(path: str | os.PathLike, table: object) -> MeasuredLinks:
+    """The [measured] table; its ``collectives`` are for people."""
+    if isinstance(table, dict):
+        table = {name: value for name, value in table.items() if name != "collectives"}
+    values = _checked(path, "measured", table, _MEASURED_KEYS)
+    bandwidths = {
+        name.removesuffix("_gb_per_s"): value * 1e9 for name, value in values.items() if name.endswith("_gb_per_s")
+    }
+    return MeasuredLinks(by=values.get("by", f"measured ({path})"), **bandwidths)
 
 
 def _checked(path: str | os.PathLike, table: str, values: object, kinds: dict[str, type]) -> dict:

@@ -2,6 +2,7 @@
 
 import contextlib
 import tomllib
+import typing
 
 import annotated_types
 import pytest
@@ -25,8 +26,15 @@ def field_of(name):
     return Config.__pydantic_fields__[section].annotation.__pydantic_fields__[leaf]
 
 
+def constraints(name):
+    """Bounds of a key, also of one that may be absent."""
+    field = field_of(name)
+    inner = [part for option in typing.get_args(field.annotation) for part in getattr(option, "__metadata__", ())]
+    return [*field.metadata, *(bound for part in inner for bound in getattr(part, "metadata", ()))]
+
+
 def bound(name, kind, default):
-    found = [getattr(m, kind.__name__.lower()) for m in field_of(name).metadata if isinstance(m, kind)]
+    found = [getattr(m, kind.__name__.lower()) for m in constraints(name) if isinstance(m, kind)]
     return found[0] if found else default
 
 
@@ -38,7 +46,7 @@ def values_of(key):
         return st.integers(int(key.accepted.rpartition(" ")[2]), 2**63 - 1)
     if key.takes_text:
         return st.text(max_size=12)
-    if isinstance(key.default, bool):
+    if key.accepted == "true or false":
         return st.booleans()
     if isinstance(key.default, tuple):
         items = st.text(max_size=8) if key.accepted == "a list of strings" else st.floats(5e-324, 1e300)
@@ -50,8 +58,8 @@ def values_of(key):
     return st.floats(
         lowest,
         highest,
-        exclude_min=any(isinstance(m, annotated_types.Gt) for m in field_of(key.name).metadata),
-        exclude_max=any(isinstance(m, annotated_types.Lt) for m in field_of(key.name).metadata),
+        exclude_min=any(isinstance(m, annotated_types.Gt) for m in constraints(key.name)),
+        exclude_max=any(isinstance(m, annotated_types.Lt) for m in constraints(key.name)),
     )
 
 

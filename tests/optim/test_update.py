@@ -183,9 +183,3 @@ def test_decay_alone_shrinks_exactly_the_decayed():
     for name in ("q_bias", "q_norm"):
         np.testing.assert_array_equal(state.params["layers"][name], before["layers"][name])
     np.testing.assert_array_equal(state.params["final_norm"], before["final_norm"])
-
-
-@pytest.mark.parametrize("name", ["lion", "adafactor", "muon", "sgd"])
-def test_other_optimizers_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=rf"optim\.name = '{name}' is not available yet; use adamw"):
-        make_optimizer(OptimConfig(name=name), LOGICAL_AXES)

@@ -67,19 +67,21 @@ def is_legal(config: Config, num_devices: int) -> bool:
         sizes = {axis: num_devices // others if size == -1 else size for axis, size in sizes.items()}
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != num_devices:
         return False
-    tensor, fsdp, shards = sizes["tensor"], sizes["fsdp"], sizes["data"] * sizes["fsdp"]
+    tensor, context, fsdp, shards = sizes["tensor"], sizes["context"], sizes["fsdp"], sizes["data"] * sizes["fsdp"]
     kv_heads = model.num_kv_heads or model.num_heads
     has_head_dim = model.head_dim or model.embed_dim % model.num_heads == 0
     head_dim = model.head_dim or model.embed_dim // model.num_heads
     padded = math.ceil(model.vocab_size / model.vocab_multiple) * model.vocab_multiple
     return bool(
-        sizes["pipeline"] == sizes["expert"] == sizes["context"] == 1
+        sizes["pipeline"] == sizes["expert"] == 1
         and model.embed_dim
         and has_head_dim
         and head_dim % 2 == 0
         and model.num_heads % kv_heads == 0
-        and all(size % tensor == 0 for size in (model.num_heads, kv_heads, model.mlp_dim, padded, config.data.seq_len))
-        and model.embed_dim % fsdp == 0
+        and all(size % tensor == 0 for size in (model.num_heads, kv_heads, model.mlp_dim, padded))
+        and config.data.seq_len % (context * tensor) == 0
+        and (context == 1 or config.data.seq_len % (2 * context) == 0)
+        and model.embed_dim % (fsdp * context) == 0
         and train.global_batch_size % (shards * train.microbatches) == 0
         and config.data.num_samples >= train.global_batch_size
     )

@@ -105,6 +105,33 @@ def test_kv_heads_that_tensor_does_not_divide(heads, kv_heads, tensor, allowed):
     assert "attention key dim 2" in message
 
 
+@pytest.mark.parametrize(
+    ("tensor", "context", "seq_len", "message"),
+    [
+        (1, 4, 252, "does not divide by 8 (remainder 4)"),
+        (1, 8, 200, "does not divide by 16"),
+        (4, 2, 260, "does not divide by 8"),
+    ],
+)
+def test_context_must_divide_the_sequence_into_two_chunks_each(tensor, context, seq_len, message):
+    overrides = (f"mesh.tensor={tensor}", f"mesh.context={context}", "model.num_kv_heads=4", "model.num_heads=4")
+    assert message in problems_of(tensor * context, *overrides, f"data.seq_len={seq_len}")["data.seq_len"]
+    plan_of(tensor * context, *overrides, f"data.seq_len={16 * context * tensor}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["mesh.pipeline=2", "mesh.context=2"], "mesh.pipeline"),
+        (["mesh.context=4", "model.num_experts=4", "model.top_k=2"], "model.num_experts"),
+    ],
+)
+def test_context_with_what_it_is_not_proven_with_is_refused_by_name(overrides, key):
+    with pytest.raises(ConfigError, match=r"together with mesh.context = [24]: not yet") as caught:
+        plan_of(4, *overrides)
+    assert key in {problem.key for problem in caught.value.problems}
+
+
 def test_tensor_must_divide_heads_mlp_and_sequence():
     problems = problems_of(3, "mesh.tensor=3")
     assert {"model.num_heads", "model.num_kv_heads", "model.mlp_dim", "data.seq_len"} <= set(problems)
@@ -304,6 +331,39 @@ def test_pretrained_directory_needs_weights(tmp_path):
     assert resolve(config, num_devices=1).config.model.vocab_size == 160
 
 
+# ---- optimizers
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        (["optim.name=lion", "optim.eps=1e-6"], "optim.eps", "optim.name from adamw, adafactor, muon"),
+        (["optim.momentum=0.9"], "optim.momentum", 'optim.name = "adamw" (those are b1, b2, eps)'),
+        (
+            ["optim.name=sgd", "optim.ns_steps=3"],
+            "optim.ns_steps",
+            "remove optim.ns_steps, or choose optim.name from muon",
+        ),
+        (["optim.name=adafactor", "optim.b2=0.9"], "optim.b2", "factored"),
+        (["optim.name=muon", "optim.adamw_lr=1e-3", "optim.lr=0.0"], "optim.adamw_lr", "multiple of optim.lr"),
+    ],
+)
+def test_settings_of_other_optimizers_are_refused(overrides, key, expected):
+    assert expected in problems_of(1, *overrides)[key]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon", "sgd"])
+def test_every_optimizer_plans_with_its_own_settings_only(name):
+    own = {
+        "adamw": "eps=1e-6",
+        "lion": "b2=0.98",
+        "adafactor": "factored=false",
+        "muon": "ns_steps=3",
+        "sgd": "nesterov=true",
+    }
+    assert plan_of(1, f"optim.name={name}", f"optim.{own[name]}").config.optim.name == name
+
+
 # ---- not yet
 
 
@@ -311,13 +371,10 @@ def test_pretrained_directory_needs_weights(tmp_path):
     ("override", "key"),
     [
         ("mesh.pipeline=2", "mesh.pipeline"),
-        ("mesh.context=2", "mesh.context"),
         ("mesh.pipeline=-1", "mesh.pipeline"),
         ("mesh.expert=2", "mesh.expert"),
         ("mesh.fsdp_strategy=grads", "mesh.fsdp_strategy"),
         ("mesh.fsdp_strategy=optimizer", "mesh.fsdp_strategy"),
-        ("optim.name=muon", "optim.name"),
-        ("optim.name=sgd", "optim.name"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(override, key):
@@ -327,7 +384,7 @@ def test_what_is_not_there_is_refused_by_name(override, key):
 def test_a_profile_is_of_steps_that_are_trained():
     message = problems_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=21")["observe.profile_start"]
     assert "comes after the last step, train.steps = 20" in message
-    assert problems_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=20") == {}
+    plan_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=20")
 
 
 def test_strategy_without_an_axis_says_that_too():
@@ -373,9 +430,15 @@ def test_config_made_in_python_says_who_applies_presets():
 
 def test_all_problems_come_at_once():
     problems = problems_of(
-        8, "mesh.tensor=3", "mesh.data=0", "train.stop_at=500", "optim.name=lion", "runtime.process_id=4"
+        8,
+        "mesh.tensor=3",
+        "mesh.data=0",
+        "train.stop_at=500",
+        "optim.eps=1e-6",
+        "optim.name=lion",
+        "runtime.process_id=4",
     )
-    assert {"mesh.data", "model.num_heads", "train.stop_at", "optim.name", "runtime.process_id"} <= set(problems)
+    assert {"mesh.data", "model.num_heads", "train.stop_at", "optim.eps", "runtime.process_id"} <= set(problems)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,5 @@
+"""Optimizers and learning-rate schedules from the config, on optax."""
+
+from jaxpar.optim.build import make_optimizer as make_optimizer
+from jaxpar.optim.roles import decay_mask as decay_mask
+from jaxpar.optim.schedule import learning_rate as learning_rate
