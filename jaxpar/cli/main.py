@@ -35,11 +35,8 @@ app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
-<<<<<<< HEAD
 app.command("plot", epilog=PLOT_EPILOG)(plot)
-=======
 app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
->>>>>>> main
 app.command("verify", epilog=VERIFY_EPILOG)(verify)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
