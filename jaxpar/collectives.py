@@ -44,9 +44,17 @@ def spec_of(x: jax.Array) -> P:
     return jax.typeof(x).sharding.spec
 
 
-def island(body: Callable, in_specs: object, out_specs: object) -> Callable:
-    """``body`` on local shards, manual over every mesh axis."""
-    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)
+def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bool = True) -> Callable:
+    """``body`` on local shards, manual over every mesh axis.
+
+    Args:
+        body: function of local arrays.
+        in_specs: pytree of PartitionSpecs.
+        out_specs: likewise.
+        check_vma: False for a body that does not say over which axes its values vary (Pallas kernels); then every used
+            axis must shard every differentiated input, since its gradient is not summed over the others.
+    """
+    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -70,9 +70,8 @@ def main() -> None:
                 raise RuntimeError(f"the losses differ: {losses} and {again}")
             print(f"round {number + 1}: empty {cold[-1]:.1f} s, full {warm[-1]:.1f} s", flush=True)
     ratio = statistics.median(w / c for c, w in zip(cold, warm, strict=True))
-    print(
-        f"start to first step: empty {statistics.median(cold):.1f} s, full {statistics.median(warm):.1f} s, {ratio:.2f}x"
-    )
+    medians = f"empty {statistics.median(cold):.1f} s, full {statistics.median(warm):.1f} s"
+    print(f"start to first step: {medians}, {ratio:.2f}x")
 
 
 if __name__ == "__main__":
