@@ -134,7 +134,7 @@ class MeshConfig:
     """Devices per mesh axis. The product must equal the device count; one axis may be -1 ("the rest")."""
 
     pipeline: Int = 1
-    """Pipeline stages. Planned by ``jaxpar plan``; training: not yet."""
+    """Pipeline stages: each holds a part of the layers, and microbatches pass from stage to stage; see pipeline."""
     data: Int = 1
     """Replicas whose gradients are all-reduced; with fsdp above 1 this is hybrid sharding (data across nodes, fsdp
     inside)."""
@@ -167,10 +167,10 @@ class MeshConfig:
 class PipelineConfig:
     """Pipeline schedule; used when mesh.pipeline is above 1."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of forward and backward microbatches. Planned by ``jaxpar plan``; training: not yet."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
+    """Order of forward and backward microbatches; `jaxpar schedule` draws each. It never changes a result."""
     chunks: Positive = 1
-    """Chunks of layers per stage; only the interleaved schedule has more than 1, and it needs at least 2."""
+    """Chunks of layers per stage; only interleaved and breadth_first have more than 1, and they need at least 2."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
