@@ -385,8 +385,10 @@ class RuntimeConfig:
     """Seconds to wait for all processes to arrive."""
     memory_fraction: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.92
     """Share of each GPU's memory that JAX reserves at start."""
-    compilation_cache: str | None = None
-    """Directory for compiled programs, so that a restart does not compile again."""
+    compilation_cache: str = "auto"
+    """Where compiled programs are kept, so that a restart does not compile again: a directory, or "off". auto:
+    ~/.cache/jaxpar/compiled (under XDG_CACHE_HOME if that is set), and run.dir/compiled for several processes, at most
+    4 GiB; JAX_COMPILATION_CACHE_DIR wins over auto."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -397,6 +399,11 @@ class ObserveConfig:
     """Steps between lines of progress; metrics.jsonl has every step."""
     sample_ids: Bool = False
     """Adds the step's global record ids, in row order, to metrics.jsonl."""
+    profile_start: NonNegative = 0
+    """First step of a window whose XProf trace process 0 writes to run.dir/profile; 0: none. Steps 1 and 2 are slower
+    than the rest."""
+    profile_steps: Positive = 3
+    """Number of steps in that window; a trace grows with each."""
     tensorboard: Bool = False
     """Also write TensorBoard events under run.dir (needs the tensorboard extra)."""
     wandb_project: str | None = None

@@ -77,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     run_rules.tokenizer_exists,
     run_rules.validation_has_data,
     run_rules.steps_in_order,
+    run_rules.profile_is_reached,
     optim_rules.settings_are_used,
     optim_rules.adamw_lr_has_a_ratio,
     optim_rules.average_exists,

@@ -374,6 +374,12 @@ def test_what_is_not_there_is_refused_by_name(overrides, key):
     assert "not yet" in problems_of(4, *overrides, "train.microbatches=2")[key]
 
 
+def test_a_profile_is_of_steps_that_are_trained():
+    message = problems_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=21")["observe.profile_start"]
+    assert "comes after the last step, train.steps = 20" in message
+    plan_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=20")
+
+
 @pytest.mark.parametrize("strategy", ["grads", "optimizer"])
 def test_strategy_needs_an_axis(strategy):
     assert "shard nothing" in problems_of(2, "mesh.data=2", f"mesh.fsdp_strategy={strategy}")["mesh.fsdp_strategy"]
