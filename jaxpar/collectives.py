@@ -19,7 +19,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, reshard
+from jax.sharding import AbstractMesh, AxisType, reshard
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.sharding import (
@@ -46,9 +46,27 @@ def spec_of(x: jax.Array) -> P:
     return jax.typeof(x).sharding.spec
 
 
-def island(body: Callable, in_specs: object, out_specs: object) -> Callable:
-    """``body`` on local shards, manual over every mesh axis."""
-    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)
+def stage_axes(x: jax.Array) -> tuple[str, ...]:
+    """``("pipeline",)`` inside a pipeline for what each stage has its own shard of, such as the vocabulary; else ()."""
+    return tuple(axis for axis in ("pipeline",) if axis in jax.typeof(x).mat.varying)
+
+
+def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bool = True) -> Callable:
+    """``body`` on local shards, manual over every mesh axis.
+
+    Inside a region that is manual already (a pipeline) the body keeps only its inputs for the backward pass: JAX 0.12
+    gives what a nested island saves a wrong shape there ("Cannot lower jaxpr with verifier errors").
+
+    Args:
+        body: function of local arrays.
+        in_specs: pytree of PartitionSpecs.
+        out_specs: likewise.
+        check_vma: False for a body that does not say over which axes its values vary (Pallas kernels); then every used
+            axis must shard every differentiated input, since its gradient is not summed over the others.
+    """
+    is_nested = AxisType.Manual in current_mesh().axis_types
+    local = jax.checkpoint(body) if is_nested else body
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
@@ -101,21 +119,21 @@ class HeldWeight:
 
 
 def sharded_dim(spec: P) -> int | None:
-    """The dim that the gather axes shard, if there is one."""
+    """The dim of a dense weight that the gather axes shard, if there is one."""
     found = [dim for dim, entry in enumerate(spec.partitions) if set(axes_of(entry)) & set(GATHER_AXES)]
     assert len(found) <= 1, f"the gather axes shard dims {found} of {spec}"
     return found[0] if found else None
 
 
-def gather_shards(weight: jax.Array, compute: jnp.dtype) -> jax.Array:
-    """The weight whole over the gather axes and ``reduced`` over them, cast before it travels.
+def gather_shards(weight: jax.Array, dim: int, compute: jnp.dtype) -> jax.Array:
+    """The weight whole in one dim and ``reduced`` over the axes that shard it, cast before it travels.
 
     Args:
-        weight: sharded over ``GATHER_AXES`` on one dim; may be ``reduced`` over other axes.
+        weight: may be ``reduced`` over other axes.
+        dim: the dim to make whole.
         compute: dtype of the result.
     """
     spec = spec_of(weight)
-    dim = sharded_dim(spec)
     axes = axes_of(spec.partitions[dim])
     gather = island(
         lambda w: lax.all_gather(w.astype(compute), axes, axis=dim, tiled=True, to="reduced"),
@@ -125,15 +143,15 @@ def gather_shards(weight: jax.Array, compute: jnp.dtype) -> jax.Array:
     return gather(weight)
 
 
-def scatter_gradient(grad: jax.Array, spec: P, reduce: jnp.dtype) -> jax.Array:
-    """Partial sums of a whole weight's gradient -> the shard of their sum, reduce-scattered over the gather axes.
+def scatter_gradient(grad: jax.Array, spec: P, dim: int, reduce: jnp.dtype) -> jax.Array:
+    """Partial sums of a whole weight's gradient -> the shard of their sum, reduce-scattered over the axes of a dim.
 
     Args:
-        grad: whole over the gather axes, ``unreduced`` over them and over ``spec.reduced``.
+        grad: whole in ``dim``, ``unreduced`` over the axes that shard it and over ``spec.reduced``.
         spec: of the weight that ``gather_shards`` was given.
+        dim: the dim that it made whole.
         reduce: dtype that travels, and of the result.
     """
-    dim = sharded_dim(spec)
     axes = axes_of(spec.partitions[dim])
     scatter = island(
         lambda g: lax.psum_scatter(g.astype(reduce), axes, scatter_dimension=dim, tiled=True),
@@ -153,12 +171,17 @@ def opened(weight: jax.Array | HeldWeight, reduce: jnp.dtype) -> jax.Array:
     if not isinstance(weight, HeldWeight):
         return weight
     spec, dtype = spec_of(weight.shard), weight.shard.dtype
+    entries = zip(spec.partitions, spec_of(weight.whole).partitions, strict=True)
+    (dim,) = [dim for dim, (at_rest, in_use) in enumerate(entries) if at_rest != in_use]
+
+    def scatter(_: None, grad: jax.Array) -> tuple[jax.Array, None]:
+        return scatter_gradient(grad, spec, dim, reduce).astype(dtype), None
 
     @jax.custom_vjp
     def use(_shard: jax.Array, whole: jax.Array) -> jax.Array:
         return whole
 
-    use.defvjp(lambda _, whole: (whole, None), lambda _, g: (scatter_gradient(g, spec, reduce).astype(dtype), None))
+    use.defvjp(lambda _, whole: (whole, None), scatter)
     return use(weight.shard, weight.whole)
 
 
@@ -175,17 +198,19 @@ def gather_weight(weight: jax.Array | HeldWeight, compute: jnp.dtype, reduce: jn
     """
     weight = opened(weight, reduce)
     spec, dtype = spec_of(weight), weight.dtype
-    if sharded_dim(spec) is None:
+    dim = sharded_dim(spec)
+    if dim is None:
         return weight.astype(compute)
 
     # Plain autodiff would reduce-scatter in the compute dtype, because the cast is inside the island.
     @jax.custom_vjp
     def gathered(w: jax.Array) -> jax.Array:
-        return gather_shards(w, compute)
+        return gather_shards(w, dim, compute)
 
-    gathered.defvjp(
-        lambda w: (gather_shards(w, compute), None), lambda _, g: (scatter_gradient(g, spec, reduce).astype(dtype),)
-    )
+    def scatter(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        return (scatter_gradient(grad, spec, dim, reduce).astype(dtype),)
+
+    gathered.defvjp(lambda w: (gathered(w), None), scatter)
     return gathered(weight)
 
 

@@ -26,10 +26,10 @@ from jaxpar.collectives import (
     finish_reduction,
     gather_shards,
     scatter_gradient,
-    sharded_dim,
     spec_of,
 )
 from jaxpar.config.schema import Config
+from jaxpar.sharding import GATHERED_DIMS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,15 @@ class FsdpStrategy:
             reduce=jnp.dtype(precision.reduce),
         )
 
-    def prepare(self, params: dict) -> StepWeights:
+    def prepare(self, params: dict, logical_axes: dict) -> StepWeights:
         """Once per step, before its microbatches: mark the parameters, and gather them unless ``full``."""
         marked = defer_reduction(params)
         if self.name == "full":
-            return StepWeights(strategy=self, marked=marked, whole=marked)
-        whole = jax.tree.map(lambda w: w if _is_whole(w) else gather_shards(w, self.compute), marked)
-        return StepWeights(strategy=self, marked=marked, whole=whole)
+            return StepWeights(strategy=self, marked=marked, whole=marked, dims=None)
+        # -1 instead of None, which would be no leaf.
+        dims = jax.tree.map(_gathered_dim, marked, logical_axes)
+        whole = jax.tree.map(lambda w, dim: w if dim < 0 else gather_shards(w, dim, self.compute), marked, dims)
+        return StepWeights(strategy=self, marked=marked, whole=whole, dims=dims)
 
 
 FULL = FsdpStrategy(name="full", compute=jnp.dtype("float32"), reduce=jnp.dtype("float32"))
@@ -75,6 +77,8 @@ class StepWeights:
     """Parameters as at rest, marked by ``defer_reduction``."""
     whole: dict
     """Gathered, or ``marked`` again."""
+    dims: dict | None
+    """The dim of each parameter that was gathered, -1: none; None: nothing was."""
 
     @property
     def differentiated(self) -> dict:
@@ -86,9 +90,10 @@ class StepWeights:
         if self.strategy.name != "grads":
             return differentiated
         return jax.tree.map(
-            lambda shard, whole: shard if _is_whole(shard) else HeldWeight(shard=shard, whole=whole),
+            lambda shard, whole, dim: shard if dim < 0 else HeldWeight(shard=shard, whole=whole),
             differentiated,
             self.whole,
+            self.dims,
         )
 
     def zero_gradients(self) -> dict:
@@ -103,15 +108,16 @@ class StepWeights:
     def finish(self, grads: dict) -> dict:
         """Accumulated gradients -> gradients with the types of the parameters, every partial sum added up."""
         if self.strategy.name == "optimizer":
-            grads = jax.tree.map(self._scatter, grads, self.marked)
+            grads = jax.tree.map(self._scatter, grads, self.marked, self.dims)
         return finish_reduction(grads)
 
-    def _scatter(self, grad: jax.Array, param: jax.Array) -> jax.Array:
-        if not _is_whole(param):
-            grad = scatter_gradient(grad, spec_of(param), self.strategy.reduce)
+    def _scatter(self, grad: jax.Array, param: jax.Array, dim: int) -> jax.Array:
+        if dim >= 0:
+            grad = scatter_gradient(grad, spec_of(param), dim, self.strategy.reduce)
         return grad.astype(param.dtype)
 
 
-def _is_whole(param: jax.Array) -> bool:
-    """Whether no gather axis shards it, so that it needs no gathering."""
-    return sharded_dim(spec_of(param)) is None
+def _gathered_dim(param: jax.Array, logical_axes: tuple[str, ...]) -> int:
+    """The dim that must be made whole before use, -1 if none is sharded."""
+    entries = zip(logical_axes, spec_of(param).partitions, strict=True)
+    return next((dim for dim, (logical, entry) in enumerate(entries) if logical in GATHERED_DIMS and entry), -1)

@@ -63,9 +63,10 @@ class ModelConfig:
 
     preset: str | None = None
     """Public model name whose dimensions are used, e.g. "llama-3.1-8b"; ``jaxpar config --presets`` lists them."""
-    family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2", "mixtral", "qwen3_moe"] = "llama"
     """Architecture: llama (2, 3, 3.1), qwen2 (qkv biases), qwen3 (qk-norm), gemma (GeGLU, 1 + w norms, scaled
-    embedding), gpt2 (learned positions, LayerNorm, biases, GELU)."""
+    embedding), gpt2 (learned positions, LayerNorm, biases, GELU),
+    mixtral (llama with experts), qwen3_moe (qwen3 with experts)."""
     vocab_size: NonNegative = 0
     """Number of token ids; 0 takes the tokenizer's."""
     vocab_multiple: Positive = 128
@@ -84,8 +85,7 @@ class ModelConfig:
     mlp_dim: NonNegative = 0
     """Width of the MLP's hidden layer."""
     num_experts: NonNegative = 0
-    """Routed experts of each mixture-of-experts block; 0: a dense model. Planned by ``jaxpar plan``; training: not
-    yet."""
+    """Routed experts of each mixture-of-experts block; 0: a dense model."""
     top_k: NonNegative = 0
     """Routed experts that each token uses; at least 1 and at most num_experts."""
     expert_mlp_dim: NonNegative = 0
@@ -94,6 +94,25 @@ class ModelConfig:
     """Experts that every token uses besides the routed ones, each expert_mlp_dim wide."""
     first_dense_layers: NonNegative = 0
     """Leading blocks with a dense MLP of mlp_dim instead of experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How affinities to experts are formed: a softmax over all of them, or each one's own sigmoid, balanced by a bias
+    that counts in the choice only (DeepSeek-V3)."""
+    norm_topk: Bool = True
+    """Scale the weights of a token's chosen experts to the sum 1."""
+    num_expert_groups: NonNegative = 0
+    """Groups of equal size that the experts are in, of which a token uses top_k_groups; 0: no groups."""
+    top_k_groups: NonNegative = 0
+    """Groups that a token chooses among, those whose two best experts are best together; at most num_expert_groups."""
+    balance_coef: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Coefficient of the load-balancing loss (the term of a row is 1 when its tokens are spread evenly; summed over
+    blocks, mean over rows weighted by their trained tokens)."""
+    router_z_coef: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Coefficient of the squared log-partition of the router's logits (ST-MoE), summed over blocks."""
+    balance_rate: Annotated[FiniteFloat, Field(ge=0)] = 0.001
+    """Sigmoid router: each step moves the bias of an expert by this much, down if it had more tokens than the mean."""
+    capacity_factor: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Tokens of a row that one expert takes at most, times what it would get if all got the same; the others pass it
+    by, counted as dropped. 0: no limit, nothing is dropped."""
     max_positions: NonNegative = 0
     """Length of the learned position table (gpt2); 0 for RoPE families, which have none."""
     tie_embeddings: Bool = False
@@ -118,14 +137,14 @@ class MeshConfig:
     """Devices per mesh axis. The product must equal the device count; one axis may be -1 ("the rest")."""
 
     pipeline: Int = 1
-    """Pipeline stages. Planned by ``jaxpar plan``; training: not yet."""
+    """Pipeline stages: each holds a part of the layers, and microbatches pass from stage to stage; see pipeline."""
     data: Int = 1
     """Replicas whose gradients are all-reduced; with fsdp above 1 this is hybrid sharding (data across nodes, fsdp
     inside)."""
     fsdp: Int = 1
     """Devices that shard parameters, gradients and optimizer state; weights are gathered block by block."""
     expert: Int = 1
-    """Devices that shard the experts. Planned by ``jaxpar plan``; training: not yet."""
+    """Devices that shard the experts; outside of them one more fsdp axis, so it needs a mixture of experts."""
     context: Int = 1
     """Devices that shard the sequence everywhere, attention included, for rows too long for one device; outside
     attention it shards weights like fsdp. data.seq_len must divide by 2 x context."""
@@ -139,16 +158,24 @@ class MeshConfig:
     """What a step holds whole besides its shards. full (ZeRO-3): nothing, each block gathers its weights. grads
     (ZeRO-2): all weights in the compute type, gathered once per step. optimizer (ZeRO-1): their gradients too,
     reduce-scattered once per step. Master parameters and optimizer state are sharded by all three."""
+    expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"
+    """How tokens reach their experts: all_to_all sends each to the devices that need it; gather shows all tokens of the
+    axis to all its devices; auto takes what moves fewer rows, gather where mesh.expert is below model.top_k."""
+    expert_receive_factor: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Rows that a device makes room for, times what it would receive if all experts had the same load; 0: the worst
+    case, so nothing can overflow."""
+    expert_overflow: Literal["error", "drop"] = "error"
+    """Rows that find no room end the run, or are left out and counted."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
 class PipelineConfig:
     """Pipeline schedule; used when mesh.pipeline is above 1."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of forward and backward microbatches. Planned by ``jaxpar plan``; training: not yet."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
+    """Order of forward and backward microbatches; `jaxpar schedule` draws each. It never changes a result."""
     chunks: Positive = 1
-    """Chunks of layers per stage; only the interleaved schedule has more than 1, and it needs at least 2."""
+    """Chunks of layers per stage; only interleaved and breadth_first have more than 1, and they need at least 2."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -222,6 +249,10 @@ class TrainConfig:
     """Activations of a block that selective and offload keep. query, key, value: the projections, before RoPE.
     attention: the kernel's result, so that it is not run again. attention_out: after the output projection. gate, up:
     the MLP's wide products, most of the recomputation and of the memory."""
+    attention: Literal["auto", "xla", "cudnn", "tokamax"] = "auto"
+    """Attention kernel. auto: the fastest that can do the work, said in the log. cudnn: without packing. tokamax: also
+    packed (mosaic_gpu on Hopper and Blackwell, triton on other GPUs). xla: anywhere, with [S, S] scores in memory. One
+    that cannot do what is asked (CPU, type, head_dim, packing, an old GPU) is refused."""
     z_loss: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Coefficient of the squared log-partition penalty (PaLM, section 5), added to the loss."""
     loss_chunk_tokens: NonNegative = 0
@@ -230,6 +261,8 @@ class TrainConfig:
     """Steps between validation passes; there is also one before the first and after the last step. 0: no validation."""
     eval_batches: NonNegative = 0
     """Batches of one validation pass; 0: the whole validation split."""
+    eval_params: Literal["params", "ema"] = "params"
+    """What is validated: the parameters, or their moving average (optim.ema_decay)."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run naming the step, or leaves params and optimizer as they
     were."""
@@ -311,6 +344,9 @@ class OptimConfig:
     """Whether weight decay applies to the token embedding (and a tied head) and to learned positions."""
     clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    ema_decay: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0
+    """Decay per step of a moving average of the parameters, kept in float32 beside them and saved with them; 0: none
+    is kept. For validation see train.eval_params; `jaxpar reshard --weights ema --to hf` exports it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -357,8 +393,10 @@ class RuntimeConfig:
     """Seconds to wait for all processes to arrive."""
     memory_fraction: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.92
     """Share of each GPU's memory that JAX reserves at start."""
-    compilation_cache: str | None = None
-    """Directory for compiled programs, so that a restart does not compile again."""
+    compilation_cache: str = "auto"
+    """Where compiled programs are kept, so that a restart does not compile again: a directory, or "off". auto:
+    ~/.cache/jaxpar/compiled (under XDG_CACHE_HOME if that is set), and run.dir/compiled for several processes, at most
+    4 GiB; JAX_COMPILATION_CACHE_DIR wins over auto."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -369,6 +407,11 @@ class ObserveConfig:
     """Steps between lines of progress; metrics.jsonl has every step."""
     sample_ids: Bool = False
     """Adds the step's global record ids, in row order, to metrics.jsonl."""
+    profile_start: NonNegative = 0
+    """First step of a window whose XProf trace process 0 writes to run.dir/profile; 0: none. Steps 1 and 2 are slower
+    than the rest."""
+    profile_steps: Positive = 3
+    """Number of steps in that window; a trace grows with each."""
     tensorboard: Bool = False
     """Also write TensorBoard events under run.dir (needs the tensorboard extra)."""
     wandb_project: str | None = None

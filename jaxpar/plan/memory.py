@@ -125,21 +125,25 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
 
     In values of the compute type, with D embed, Q query width, K key width, F MLP width (all chosen experts'):
     full D; selective and offload D and what ``remat_save`` names, by default 2 D + 2 Q + 2 K; dots D + 2 Q + 2 K + 2 F;
-    none 12 D + 2 Q + 2 K + 5 F. Attention that is kept is kept with its float32 log-sums. The D before and after a block is split by the tensor axis like everything else.
+    none 12 D + 2 Q + 2 K + 5 F. Attention that is kept is kept with its float32 log-sums.
+    Routed experts' activations have no names. The D before and after a block is split by the tensor axis like
+    everything else.
     """
     value = 4 if layout.precision == "float32" else 2
     embed, heads, keys = shape.embed_dim, shape.heads_width, shape.kv_width
     mlp = _mlp_values(shape)
     # The router's copies of each token, one per chosen expert, in and out.
     routed = 2 * shape.top_k * embed * shape.moe_layers / shape.num_layers
+    moe = shape.moe_layers / shape.num_layers
+    named_mlp = (1 - moe) * shape.mlp_dim + moe * shape.num_shared_experts * shape.expert_mlp_dim
     named = {
         "query": heads,
         "key": keys,
         "value": keys,
         "attention": heads,
         "attention_out": embed,
-        "gate": mlp if shape.mlp_matrices == 3 else 0,
-        "up": mlp,
+        "gate": named_mlp if shape.mlp_matrices == 3 else 0,
+        "up": named_mlp,
     }
     selective = embed + sum(named[name] for name in set(layout.remat_save))
     values = {

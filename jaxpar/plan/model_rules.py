@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 from jaxpar.config.dims import dims_problems
 from jaxpar.config.errors import Problem
+from jaxpar.config.schema import ModelConfig
 from jaxpar.families import FAMILIES
 from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.facts import EMBED_AXES, Facts
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size, param_kinds
+from jaxpar.schedule.kinds import CHUNKED_KINDS
 
 _MAX_AXIS = 4096
 
@@ -20,7 +22,7 @@ _SHARDED_DIMS = {
     "heads": (("tensor",), "model.num_heads"),
     "kv_heads": (("tensor",), "model.num_kv_heads"),
     "mlp": (("tensor",), "model.mlp_dim"),
-    "vocab": (("tensor",), "model.vocab_multiple"),
+    "vocab": (("pipeline", "tensor"), "model.vocab_multiple"),
     "experts": (("expert",), "model.num_experts"),
     "expert_mlp": (("tensor",), "model.expert_mlp_dim"),
     "shared_mlp": (("tensor",), "model.num_shared_experts"),
@@ -115,25 +117,25 @@ def layers_divide_stages(facts: Facts) -> Iterator[Problem]:
 
 
 def chunks_need_interleaving(facts: Facts) -> Iterator[Problem]:
-    """Only the interleaved schedule splits a stage into chunks, and it needs at least two of them."""
+    """Only some schedules split a stage into chunks, and they need at least two of them."""
     pipeline, num_stages = facts.config.pipeline, facts.mesh.get("pipeline", 1)
-    is_interleaved = pipeline.schedule == "interleaved" and num_stages > 1
-    if pipeline.chunks > 1 and not is_interleaved:
+    has_chunks = pipeline.schedule in CHUNKED_KINDS and num_stages > 1
+    if pipeline.chunks > 1 and not has_chunks:
         yield Problem(
             key="pipeline.chunks",
             value=pipeline.chunks,
-            message=f"stages have chunks only under the interleaved schedule (pipeline.schedule = "
+            message=f"stages have chunks only under the schedules {' and '.join(CHUNKED_KINDS)} (pipeline.schedule = "
             f"{pipeline.schedule!r}, mesh.pipeline = {num_stages})",
             remedy='pipeline.schedule="interleaved" with mesh.pipeline above 1, or pipeline.chunks=1',
         )
-    elif is_interleaved and pipeline.chunks < 2:
+    elif has_chunks and pipeline.chunks < 2:
         yield Problem(
             key="pipeline.chunks",
             value=pipeline.chunks,
-            message="the interleaved schedule needs at least 2 chunks per stage",
+            message=f"the {pipeline.schedule} schedule needs at least 2 chunks per stage",
             remedy='e.g. pipeline.chunks=2, or pipeline.schedule="1f1b"',
         )
-    elif is_interleaved and facts.model.num_layers % (num_stages * pipeline.chunks):
+    elif has_chunks and facts.model.num_layers % (num_stages * pipeline.chunks):
         yield Problem(
             key="pipeline.chunks",
             value=pipeline.chunks,
@@ -156,11 +158,27 @@ def microbatches_fill_stages(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def stages_repeat_their_forward_pass(facts: Facts) -> Iterator[Problem]:
+    """A stage keeps only its inputs, so that its memory does not grow with the microbatches."""
+    num_stages, remat = facts.mesh.get("pipeline", 1), facts.config.train.remat
+    if num_stages > 1 and remat == "none":
+        yield Problem(
+            key="train.remat",
+            value=remat,
+            message=f"each of the {num_stages} pipeline stages keeps the input of its layers for every microbatch in "
+            "flight, and does their forward pass again before the backward pass",
+            remedy='set train.remat="full", or mesh.pipeline=1 to keep activations',
+        )
+
+
 def experts_consistent(facts: Facts) -> Iterator[Problem]:
     """Settings of a mixture of experts go together."""
     model = facts.model
     if not model.num_experts:
-        for name in ("top_k", "expert_mlp_dim", "num_shared_experts", "first_dense_layers"):
+        for name in (
+            *("top_k", "expert_mlp_dim", "num_shared_experts", "first_dense_layers", "num_expert_groups"),
+            *("top_k_groups", "balance_coef", "router_z_coef", "capacity_factor"),
+        ):
             if value := getattr(model, name):
                 yield Problem(
                     key=f"model.{name}",
@@ -168,7 +186,16 @@ def experts_consistent(facts: Facts) -> Iterator[Problem]:
                     message="does nothing: model.num_experts is 0, so this is a dense model",
                     remedy=f"set model.num_experts, or remove model.{name}",
                 )
+        if FAMILIES[model.family].huggingface.experts:
+            yield Problem(
+                key="model.num_experts",
+                value=0,
+                message=f"family {model.family} has experts in every block",
+                remedy="set model.num_experts and model.top_k",
+            )
         return
+    yield from _family_with_experts(model)
+    yield from _expert_groups(model)
     if not 1 <= model.top_k <= model.num_experts:
         yield Problem(
             key="model.top_k",
@@ -182,6 +209,46 @@ def experts_consistent(facts: Facts) -> Iterator[Problem]:
             value=model.first_dense_layers,
             message=f"leaves no block with experts (model.num_layers = {model.num_layers})",
             remedy="make it smaller, or model.num_experts=0 for a dense model",
+        )
+
+
+def _family_with_experts(model: ModelConfig) -> Iterator[Problem]:
+    """Experts are gated MLPs without biases; blocks that are otherwise have none."""
+    able = [name for name, f in FAMILIES.items() if f.gated_mlp and not f.linear_bias and f.activation == "silu"]
+    if model.family not in able:
+        yield Problem(
+            key="model.num_experts",
+            value=model.num_experts,
+            message=f"blocks of family {model.family} have no experts",
+            remedy=f"model.num_experts=0, or one of the families {', '.join(able)}",
+        )
+
+
+def _expert_groups(model: ModelConfig) -> Iterator[Problem]:
+    """Groups of equal size, of which enough are chosen to hold top_k experts."""
+    groups, chosen = model.num_expert_groups, model.top_k_groups
+    if not groups:
+        if chosen:
+            message = "does nothing: model.num_expert_groups is 0, so there are no groups to choose"
+            remedy = "set model.num_expert_groups, or remove model.top_k_groups"
+            yield Problem(key="model.top_k_groups", value=chosen, message=message, remedy=remedy)
+        return
+    if model.num_experts % groups:
+        yield Problem(
+            key="model.num_expert_groups",
+            value=groups,
+            message=f"{model.num_experts} experts do not divide by {groups} groups",
+            remedy=f"use one of {_divisors(model.num_experts)}",
+        )
+        return
+    least = -(-model.top_k // (model.num_experts // groups))
+    if not least <= chosen <= groups:
+        yield Problem(
+            key="model.top_k_groups",
+            value=chosen,
+            message=f"of {groups} groups of {model.num_experts // groups} experts, a token with top_k {model.top_k} "
+            "chooses enough to hold them",
+            remedy=f"set model.top_k_groups from {least} to {groups}",
         )
 
 
@@ -202,7 +269,8 @@ def param_dims_divide(facts: Facts) -> Iterator[Problem]:
             multiple = facts.model.vocab_multiple
             what, allowed = f"the vocabulary of {facts.model.vocab_size}, padded to {size},", ""
             remedy = (
-                f"set model.vocab_multiple={math.lcm(multiple, shards)} (on every mesh alike), or change mesh.tensor"
+                f"set model.vocab_multiple={math.lcm(multiple, shards)} (on every mesh alike), or change "
+                f"{' or '.join(f'mesh.{axis}' for axis in used)}"
             )
         yield Problem(
             key=key,

@@ -132,8 +132,9 @@ def _settings(task: Task, mesh: dict[str, int], strategies: Sequence[Strategy]) 
     """Layouts of a mesh that fit with a margin, and what they take."""
     if mesh["fsdp"] * mesh["expert"] * mesh["context"] == 1:
         strategies = strategies[:1]
+    remats = REMATS if mesh["pipeline"] == 1 else ("full",)
     for (schedule, chunks), strategy, remat in itertools.product(
-        _schedules(task, mesh["pipeline"]), strategies, REMATS
+        _schedules(task, mesh["pipeline"]), strategies, remats
     ):
         found = _fitting(task, mesh, strategy=strategy, remat=remat, schedule=schedule, chunks=chunks)
         # Without a pipeline more microbatches only cost: more gathers, smaller products.
@@ -225,7 +226,7 @@ def _explanation(task: Task, ranked: Sequence[Evaluation]) -> Iterator[str]:
         yield "the winner is plain FSDP"
     else:
         yield f"plain FSDP ({mesh_words(plain.mesh)}): {why_not(task, plain, ranked)}"
-    if task.shape.num_experts == 0 and not trains_today(winner.layout):
+    if not trains_today(winner.layout):
         today = next((evaluation for evaluation in ranked if trains_today(evaluation.layout)), None)
         if today is not None:
             words, behind = layout_words(today.layout), slower_because(winner, today)

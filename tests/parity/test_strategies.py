@@ -7,6 +7,7 @@ from tests.parity.harness import assert_same, build, model_key, parity_config, s
 MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}]
 TIED = {"family": "llama", "tie_embeddings": True}
 LEARNED = {"family": "gpt2", "num_kv_heads": 8, "max_positions": 16}
+EXPERTS = {"family": "qwen3", "num_experts": 4, "top_k": 2, "expert_mlp_dim": 32}
 BIASED = {"family": "qwen2"}
 
 QUICK = [({"fsdp": 4, "tensor": 2}, "grads", {}, 2), ({"data": 2, "fsdp": 2, "tensor": 2}, "optimizer", {}, 2)]
@@ -14,6 +15,7 @@ FULL = [
     *((mesh, strategy, {}, m) for mesh in MESHES for strategy in ("grads", "optimizer") for m in (1, 2)),
     *((mesh, strategy, TIED, 2) for mesh in MESHES[1:] for strategy in ("grads", "optimizer")),
     *(({"data": 2, "fsdp": 2, "tensor": 2}, strategy, BIASED, 4) for strategy in ("grads", "optimizer")),
+    *(({"fsdp": 2, "expert": 2, "tensor": 2}, strategy, EXPERTS, 2) for strategy in ("grads", "optimizer")),
     *(({"fsdp": 2, "context": 2, "tensor": 2}, strategy, LEARNED, 2) for strategy in ("grads", "optimizer")),
 ]
 

@@ -119,13 +119,7 @@ def test_context_must_divide_the_sequence_into_two_chunks_each(tensor, context, 
     plan_of(tensor * context, *overrides, f"data.seq_len={16 * context * tensor}")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["mesh.pipeline=2", "mesh.context=2"], "mesh.pipeline"),
-        (["mesh.context=4", "model.num_experts=4", "model.top_k=2"], "model.num_experts"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "key"), [(["mesh.pipeline=2", "mesh.context=2"], "mesh.pipeline")])
 def test_context_with_what_it_is_not_proven_with_is_refused_by_name(overrides, key):
     with pytest.raises(ConfigError, match=r"together with mesh.context = [24]: not yet") as caught:
         plan_of(4, *overrides)
@@ -345,6 +339,7 @@ def test_pretrained_directory_needs_weights(tmp_path):
             "remove optim.ns_steps, or choose optim.name from muon",
         ),
         (["optim.name=adafactor", "optim.b2=0.9"], "optim.b2", "factored"),
+        (["train.eval_params=ema"], "train.eval_params", "optim.ema_decay is 0"),
         (["optim.name=muon", "optim.adamw_lr=1e-3", "optim.lr=0.0"], "optim.adamw_lr", "multiple of optim.lr"),
     ],
 )
@@ -364,19 +359,50 @@ def test_every_optimizer_plans_with_its_own_settings_only(name):
     assert plan_of(1, f"optim.name={name}", f"optim.{own[name]}").config.optim.name == name
 
 
+# ---- recomputation
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["train.remat=offload", "runtime.cpu_devices=2", "mesh.fsdp=2"], "train.remat", "host memory"),
+        (["train.remat_save=['up','up']", "mesh.fsdp=2"], "train.remat_save", "more than once"),
+        (
+            ["model.family=gpt2", "model.max_positions=512", "train.remat_save=['gate']", "mesh.fsdp=2"],
+            "train.remat_save",
+            "gpt2 has none",
+        ),
+    ],
+)
+def test_recomputation_that_cannot_be(overrides, key, said):
+    assert said in problems_of(2, *overrides)[key]
+
+
+def test_a_list_that_nothing_reads_is_warned_about():
+    for remat, count in (("full", 1), ("selective", 0)):
+        plan = plan_of(2, "mesh.fsdp=2", f"train.remat={remat}", "train.remat_save=['up']")
+        assert sum("remat_save" in warning for warning in plan.warnings) == count
+
+
 # ---- not yet
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("overrides", "key"),
     [
-        ("mesh.pipeline=2", "mesh.pipeline"),
-        ("mesh.pipeline=-1", "mesh.pipeline"),
-        ("mesh.expert=2", "mesh.expert"),
+        (["mesh.pipeline=2", "mesh.fsdp=2", "mesh.fsdp_strategy=grads"], "mesh.fsdp_strategy"),
+        (["mesh.pipeline=2", "mesh.expert=2"], "mesh.expert"),
+        (["mesh.pipeline=2", "mesh.context=2"], "mesh.pipeline"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(override, key):
-    assert "not yet" in problems_of(2, override)[key]
+def test_what_is_not_there_is_refused_by_name(overrides, key):
+    assert "not yet" in problems_of(4, *overrides, "train.microbatches=2")[key]
+
+
+def test_a_profile_is_of_steps_that_are_trained():
+    message = problems_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=21")["observe.profile_start"]
+    assert "comes after the last step, train.steps = 20" in message
+    plan_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=20")
 
 
 @pytest.mark.parametrize("strategy", ["grads", "optimizer"])
@@ -386,9 +412,10 @@ def test_strategy_needs_an_axis(strategy):
 
 
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
-def test_mixtures_of_experts_are_not_trained_yet(preset):
-    with pytest.raises(ConfigError, match="mixture-of-experts models: not yet"):
-        check(load_config(None, [f"model.preset={preset}"]))
+def test_mixtures_of_experts_train_but_not_in_a_pipeline_yet(preset):
+    check(load_config(None, [f"model.preset={preset}", "mesh.expert=8"]), num_devices=8)
+    with pytest.raises(ConfigError, match="together with pipeline stages"):
+        check(load_config(None, [f"model.preset={preset}", "mesh.pipeline=2"]), num_devices=2)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +426,16 @@ def test_mixtures_of_experts_are_not_trained_yet(preset):
         (["model.num_experts=4", "model.top_k=5"], "model.top_k"),
         (["model.num_experts=4", "model.top_k=1", "model.first_dense_layers=6"], "model.first_dense_layers"),
         (["model.num_experts=6", "model.top_k=1", "mesh.expert=4"], "model.num_experts"),
+        (["mesh.expert=4"], "mesh.expert"),
+        (["model.balance_coef=0.1"], "model.balance_coef"),
+        (["model.family=mixtral"], "model.num_experts"),
+        (["model.family=gemma", "model.num_experts=4", "model.top_k=1"], "model.num_experts"),
+        (["model.num_experts=8", "model.top_k=2", "model.top_k_groups=2"], "model.top_k_groups"),
+        (["model.num_experts=8", "model.top_k=2", "model.num_expert_groups=3"], "model.num_expert_groups"),
+        (
+            ["model.num_experts=8", "model.top_k=3", "model.num_expert_groups=4", "model.top_k_groups=1"],
+            "model.top_k_groups",
+        ),
         (["pipeline.chunks=2"], "pipeline.chunks"),
         (['pipeline.schedule="interleaved"', "mesh.pipeline=2", "train.microbatches=4"], "pipeline.chunks"),
         (["mesh.pipeline=2", "train.microbatches=1"], "train.microbatches"),
