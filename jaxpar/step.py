@@ -16,7 +16,10 @@ from jaxpar.optim import learning_rate, next_average
 from jaxpar.state import ModelDefinition, TrainState
 
 LossFn = Callable[[nnx.Module, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
-"""(model, microbatch) -> (weighted sum of losses, sum of weights, other weighted sums to report)."""
+"""(model, microbatch) -> (weighted sum of losses, sum of weights, other weighted sums to report).
+
+A function with ``defers_reduction = False`` has gradients that need no reduction by the step.
+"""
 Batch = Mapping[str, jax.Array]
 """Arrays [microbatches, rows, sequence]."""
 Metrics = dict[str, jax.Array]
@@ -33,7 +36,7 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
         Gradients with the shardings of ``params``, and scalars ``loss`` (cross entropy and z-loss), ``tokens`` (sum
         of weights) and whatever ``loss_fn`` reports; ``routing`` holds sums, not means.
     """
-    marked = defer_reduction(params)
+    marked = defer_reduction(params) if getattr(loss_fn, "defers_reduction", True) else params
 
     def objective(marked: dict, microbatch: Batch) -> tuple[jax.Array, Metrics]:
         total, weight, sums = loss_fn(definition.bind(marked), microbatch)

@@ -30,6 +30,7 @@ ORDER = (
     "program",
     "audit",
     "data",
+    "own_model",
     "checkpoint",
     "hf",
     "resume",
