@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import jax
@@ -31,7 +31,8 @@ from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.program import Program
 from jaxpar.sharding import BATCH_AXES, axes_of, rows_sharding
 from jaxpar.state import ModelDefinition
-from jaxpar.step import LossFn
+from jaxpar.step import Accumulate, LossFn, accumulate
+from jaxpar.strategy import FULL, FsdpStrategy, StepWeights
 
 OwnLoss = Callable[[nnx.Module, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
 """(model, arrays [rows, ...]) -> (sum of the rows' losses, sum of their weights)."""
@@ -153,6 +154,12 @@ class OwnProgram(Program):
         return
 
     @cached_property
+    def accumulate(self) -> Accumulate:
+        """Gradients and means of a batch."""
+        strategy = _OwnStrategy(name="full", compute=FULL.compute, reduce=FULL.reduce)
+        return partial(accumulate, self.definition, self.loss_fn, strategy=strategy)
+
+    @cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Arrays [microbatches, rows, ...]."""
         lead = (self.config.train.microbatches, self.plan.rows_per_microbatch)
@@ -161,6 +168,16 @@ class OwnProgram(Program):
             name: jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=sharding)
             for name, (shape, dtype) in self.row_types.items()
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OwnStrategy(FsdpStrategy):
+    """Gradients come out of the loss complete, so no reduction is deferred."""
+
+    def prepare(self, params: dict, logical_axes: dict) -> StepWeights:
+        """The parameters as they are."""
+        del logical_axes
+        return StepWeights(strategy=self, marked=params, whole=params, dims=None)
 
 
 def _checked_definition(own: OwnModel, mesh: Mesh) -> ModelDefinition:
@@ -211,7 +228,6 @@ def own_loss(loss_fn: OwnLoss, mesh: Mesh, precision: PrecisionConfig) -> LossFn
             total, weight = _on_own_rows(lambda state, batch: called(graph, state, batch), cast, reduce, state, batch)
         return total, weight, {"cross_entropy": total}
 
-    loss.defers_reduction = False
     return loss
 
 
