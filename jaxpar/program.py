@@ -22,8 +22,9 @@ from jaxpar.optim import make_optimizer
 from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
+from jaxpar.stages import StagedDecoder
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
-from jaxpar.step import LossFn, make_eval_step, make_train_step
+from jaxpar.step import Accumulate, Evaluate, LossFn, accumulate, evaluate, make_eval_step, make_train_step
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -118,6 +119,21 @@ class Program:
         return state.ema if self.config.train.eval_params == "ema" else state.params
 
     @cached_property
+    def accumulate(self) -> Accumulate:
+        """Gradients and means of a batch; through the stages of a pipeline, if the mesh has one."""
+        return self._staged.accumulate if self._staged else partial(accumulate, self.definition, self.loss_fn)
+
+    @cached_property
+    def evaluate(self) -> Evaluate:
+        """Sums of a validation batch, likewise."""
+        return self._staged.evaluate if self._staged else partial(evaluate, self.definition, self.loss_fn)
+
+    @cached_property
+    def _staged(self) -> StagedDecoder | None:
+        num_stages = self.mesh.shape["pipeline"]
+        return StagedDecoder.of(self.config, self.definition, num_stages) if num_stages > 1 else None
+
+    @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the training state."""
         return abstract_state(self.definition, self.optimizer, self.mesh, averages=self.averages)
@@ -149,12 +165,12 @@ class Program:
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The training step, traced: (state, batch) -> (state, metrics), with the state donated."""
-        step = make_train_step(self.config, self.definition, self.optimizer, self.loss_fn)
+        step = make_train_step(self.config, self.optimizer, self.accumulate)
         return self._lower(step, self.abstract_state, self.abstract_batch, donate=(0,))
 
     def lower_eval_step(self) -> jax.stages.Lowered:
         """The validation step, traced: (params, batch) -> sums."""
-        step = make_eval_step(self.config, self.definition, self.loss_fn)
+        step = make_eval_step(self.config, self.evaluate)
         return self._lower(step, self.eval_params(self.abstract_state), self.abstract_batch)
 
     def _lower(self, function, *abstract_args, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:

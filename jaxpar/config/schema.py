@@ -134,7 +134,7 @@ class MeshConfig:
     """Devices per mesh axis. The product must equal the device count; one axis may be -1 ("the rest")."""
 
     pipeline: Int = 1
-    """Pipeline stages. Planned by ``jaxpar plan``; training: not yet."""
+    """Pipeline stages: each holds a part of the layers, and microbatches pass from stage to stage; see pipeline."""
     data: Int = 1
     """Replicas whose gradients are all-reduced; with fsdp above 1 this is hybrid sharding (data across nodes, fsdp
     inside)."""
@@ -167,10 +167,10 @@ class MeshConfig:
 class PipelineConfig:
     """Pipeline schedule; used when mesh.pipeline is above 1."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of forward and backward microbatches. Planned by ``jaxpar plan``; training: not yet."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
+    """Order of forward and backward microbatches; `jaxpar schedule` draws each. It never changes a result."""
     chunks: Positive = 1
-    """Chunks of layers per stage; only the interleaved schedule has more than 1, and it needs at least 2."""
+    """Chunks of layers per stage; only interleaved and breadth_first have more than 1, and they need at least 2."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -383,8 +383,10 @@ class RuntimeConfig:
     """Seconds to wait for all processes to arrive."""
     memory_fraction: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.92
     """Share of each GPU's memory that JAX reserves at start."""
-    compilation_cache: str | None = None
-    """Directory for compiled programs, so that a restart does not compile again."""
+    compilation_cache: str = "auto"
+    """Where compiled programs are kept, so that a restart does not compile again: a directory, or "off". auto:
+    ~/.cache/jaxpar/compiled (under XDG_CACHE_HOME if that is set), and run.dir/compiled for several processes, at most
+    4 GiB; JAX_COMPILATION_CACHE_DIR wins over auto."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -395,6 +397,11 @@ class ObserveConfig:
     """Steps between lines of progress; metrics.jsonl has every step."""
     sample_ids: Bool = False
     """Adds the step's global record ids, in row order, to metrics.jsonl."""
+    profile_start: NonNegative = 0
+    """First step of a window whose XProf trace process 0 writes to run.dir/profile; 0: none. Steps 1 and 2 are slower
+    than the rest."""
+    profile_steps: Positive = 3
+    """Number of steps in that window; a trace grows with each."""
     tensorboard: Bool = False
     """Also write TensorBoard events under run.dir (needs the tensorboard extra)."""
     wandb_project: str | None = None
