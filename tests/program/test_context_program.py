@@ -66,6 +66,7 @@ def test_keys_and_values_are_not_gathered(ring):
     }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 def test_gradients_of_keys_and_values_travel_in_the_reduce_type(reduce):
     """In the program as handed to the compiler, where a loop is written once; the rest are keys and values."""
