@@ -19,7 +19,7 @@ from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
 from jaxpar.model.dispatch import Exchange
-from jaxpar.model.remat import KEEP_ALL, Remat
+from jaxpar.model.remat import KEEP_ALL, KEEP_NAMED, Remat
 from jaxpar.optim import make_optimizer
 from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.remat_rules import offload_objection
@@ -96,7 +96,9 @@ class Program:
             receive_factor=config.mesh.expert_receive_factor,
             platform=mesh.devices.flat[0].platform,
         )
-        options = (Remat.of(config.train), config.mesh.context_mode, exchange, chosen.kernel)
+        # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
+        remat = KEEP_NAMED if plan.mesh["pipeline"] > 1 else Remat.of(config.train)
+        options = (remat, config.mesh.context_mode, exchange, chosen.kernel)
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,

@@ -293,12 +293,13 @@ class Decoder(nnx.Module):
         """All blocks of a stack in turn."""
         graph, weights = nnx.split(blocks)
 
-        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, Routing]:
-            weights, present = inputs
+        def layer(carry: tuple, inputs: tuple[nnx.State, jax.Array | None]) -> tuple[tuple, Routing]:
+            (x, info), (weights, present) = carry, inputs
             y, routing = nnx.merge(graph, weights)(x, info)
-            return (y if present is None else jnp.where(present, y, x)), routing
+            return ((y if present is None else jnp.where(present, y, x)), info), routing
 
-        return jax.lax.scan(self.numerics.remat.wrap(layer), x_bsd, (weights, present_l))
+        (x_bsd, _), routing = jax.lax.scan(self.numerics.remat.wrap(layer), (x_bsd, info), (weights, present_l))
+        return x_bsd, routing
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:
         """The final norm of what leaves the last block."""

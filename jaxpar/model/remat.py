@@ -7,12 +7,13 @@ Activations that can be kept have names (``jaxpar.config.schema.Activation``), p
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.config.schema import TrainConfig
+from jaxpar.config.schema import Activation, TrainConfig
 
 BLOCK_INPUT = "block_input"
 """Name of what enters a block; every policy but ``none`` keeps it, on the device or on the host."""
@@ -37,12 +38,13 @@ class Remat:
         return cls(mode=train.remat, save=train.remat_save if train.remat in ("selective", "offload") else ())
 
     def wrap(self, block: Callable) -> Callable:
-        """``block``: (x, weights) -> (x, None), the body of a scan, as it is to be differentiated."""
+        """The body of a scan over blocks, ((x, ...), weights) -> ((x, ...), y), as it is to be differentiated."""
         if self.mode == "none":
             return block
 
-        def named(x: jax.Array, weights: object) -> tuple[jax.Array, None]:
-            return block(checkpoint_name(x, BLOCK_INPUT), weights)
+        def named(carry: tuple, weights: object) -> tuple:
+            x, *rest = carry
+            return block((checkpoint_name(x, BLOCK_INPUT), *rest), weights)
 
         # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
         return jax.checkpoint(named, policy=self._policy(), prevent_cse=False)
@@ -70,3 +72,6 @@ class Remat:
 
 KEEP_ALL = Remat(mode="none")
 """Nothing is computed again but gathers of weights; also for programs without a backward pass."""
+
+KEEP_NAMED = Remat(mode="selective", save=typing.get_args(Activation))
+"""Only what has no name is computed again: norms, activation functions, and gathers of weights."""
