@@ -276,12 +276,12 @@ def training_memory(
     dense, experts = _matrices(shape, layout)
     params, grads, optimizer = _state(shape, layout, dense, experts, state)
     activations = _kept_activations(shape, layout)
-    is_gathered = layout.strategy == "full" and layout.weight_shards > 1
+    has_scatters = layout.strategy in ("full", "grads") and layout.weight_shards > 1
     whole_copy = (dense + experts) * value if layout.strategy in ("optimizer", "grads") else 0.0
     vocab_shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
     table = shape.padded_vocab_size * shape.embed_dim * value / vocab_shards
-    # Without gathers: one block's matrices cast or sliced out, and their gradients.
-    live = (LIVE_BLOCKS if is_gathered else 2) * value * _block_params(shape, layout)
+    # Without reduce-scatters by block: one block's matrices cast or sliced out, and their gradients.
+    live = (LIVE_BLOCKS if has_scatters else 2) * value * _block_params(shape, layout)
     moe = shape.num_experts > 0
     width = 10 * _mlp_values(shape) + 12 * shape.embed_dim * (1 + (shape.top_k if moe else 0) / 4)
     intermediates = layout.tokens * width * value / 2 / layout.tensor
