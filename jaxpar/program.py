@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxpar.compiler_options import CompilerOptions, choose_options
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
@@ -71,13 +72,15 @@ class Program:
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
     attention: AttentionChoice
+    options: CompilerOptions
 
     @classmethod
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
         """The program of a plan on ``devices`` (default: all).
 
         Raises:
-            ConfigError: the attention kernel that the config asks for cannot do the work on these devices.
+            ConfigError: the attention kernel that the config asks for cannot do the work on these devices, or the
+                compiler does not know an option.
         """
         config = plan.config
         mesh = make_mesh(plan.mesh, devices)
@@ -93,6 +96,7 @@ class Program:
             plan=plan,
             mesh=mesh,
             attention=chosen,
+            options=choose_options(config, mesh),
             definition=definition,
             optimizer=make_optimizer(
                 config.optim,
@@ -153,5 +157,6 @@ class Program:
 
         Results need no ``out_shardings``: in Explicit mode their types say where they lie.
         """
+        options = dict(self.options.values) or None
         with jax.set_mesh(self.mesh):
-            return jax.jit(function, donate_argnums=donate).lower(*abstract_args)
+            return jax.jit(function, donate_argnums=donate, compiler_options=options).lower(*abstract_args)

@@ -526,7 +526,8 @@ def _announce(program: Program, datasets: Datasets, processes: Processes, log: R
         f"{config.train.global_batch_size} rows x {config.data.seq_len}, {plan.rows_per_device} rows per device and "
         f"microbatch; compute {config.precision.compute}, reduce {config.precision.reduce}"
     )
-    log.say(program.attention.reason)
+    for note in (program.attention.reason, *program.options.notes):
+        log.say(note)
     if processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
         log.say(f"no peak is known for {processes.device_kind}: MFU is not reported")
     if model.num_experts:

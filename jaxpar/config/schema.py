@@ -380,6 +380,9 @@ class RuntimeConfig:
     """Share of each GPU's memory that JAX reserves at start."""
     compilation_cache: str | None = None
     """Directory for compiled programs, so that a restart does not compile again."""
+    compiler_options: tuple[str, ...] = ()
+    """Options of the training step's compiler, each "NAME=VALUE", over those that are chosen by the mesh;
+    "NAME=default" takes a chosen one out. One that the installed compiler does not know is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
