@@ -17,7 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, reshard
+from jax.sharding import AbstractMesh, AxisType, reshard
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.sharding import (
@@ -44,8 +44,16 @@ def spec_of(x: jax.Array) -> P:
     return jax.typeof(x).sharding.spec
 
 
+def stage_axes(x: jax.Array) -> tuple[str, ...]:
+    """``("pipeline",)`` inside a pipeline for what each stage has its own shard of, such as the vocabulary; else ()."""
+    return tuple(axis for axis in ("pipeline",) if axis in jax.typeof(x).mat.varying)
+
+
 def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bool = True) -> Callable:
     """``body`` on local shards, manual over every mesh axis.
+
+    Inside a region that is manual already (a pipeline) the body keeps only its inputs for the backward pass: JAX 0.12
+    gives what a nested island saves a wrong shape there ("Cannot lower jaxpr with verifier errors").
 
     Args:
         body: function of local arrays.
@@ -54,7 +62,9 @@ def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bo
         check_vma: False for a body that does not say over which axes its values vary (Pallas kernels); then every used
             axis must shard every differentiated input, since its gradient is not summed over the others.
     """
-    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    is_nested = AxisType.Manual in current_mesh().axis_types
+    local = jax.checkpoint(body) if is_nested else body
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -23,8 +23,9 @@ from jaxpar.optim import make_optimizer
 from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
+from jaxpar.stages import StagedDecoder
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
-from jaxpar.step import LossFn, make_eval_step, make_train_step
+from jaxpar.step import Accumulate, Evaluate, LossFn, accumulate, evaluate, make_eval_step, make_train_step
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -112,10 +113,34 @@ class Program:
         """The plan's config."""
         return self.plan.config
 
+    @property
+    def averages(self) -> bool:
+        """Whether the state has a moving average of the parameters."""
+        return self.config.optim.ema_decay > 0
+
+    def eval_params(self, state: TrainState) -> dict:
+        """The parameters that are validated, see ``train.eval_params``."""
+        return state.ema if self.config.train.eval_params == "ema" else state.params
+
+    @cached_property
+    def accumulate(self) -> Accumulate:
+        """Gradients and means of a batch; through the stages of a pipeline, if the mesh has one."""
+        return self._staged.accumulate if self._staged else partial(accumulate, self.definition, self.loss_fn)
+
+    @cached_property
+    def evaluate(self) -> Evaluate:
+        """Sums of a validation batch, likewise."""
+        return self._staged.evaluate if self._staged else partial(evaluate, self.definition, self.loss_fn)
+
+    @cached_property
+    def _staged(self) -> StagedDecoder | None:
+        num_stages = self.mesh.shape["pipeline"]
+        return StagedDecoder.of(self.config, self.definition, num_stages) if num_stages > 1 else None
+
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the training state."""
-        return abstract_state(self.definition, self.optimizer, self.mesh)
+        return abstract_state(self.definition, self.optimizer, self.mesh, averages=self.averages)
 
     @cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -132,25 +157,25 @@ class Program:
         # XLA:CPU would spend 12 s instead of 3 on making the random bits of a tiny model fast (jaxlib 0.12.0.1).
         options = {"xla_backend_optimization_level": 1} if on_cpu else None
         with jax.set_mesh(self.mesh):
-            make = make_init(self.definition, self.optimizer, self.mesh)
+            make = make_init(self.definition, self.optimizer, self.mesh, averages=self.averages)
             return jax.jit(make, out_shardings=shardings, compiler_options=options)(jax.random.key(seed))
 
     def start_from(self, params: dict) -> TrainState:
         """A state at step 0 with given parameters, already sharded as ``abstract_state.params``."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         with jax.set_mesh(self.mesh):
-            make = jax.jit(partial(fresh_state, optimizer=self.optimizer), out_shardings=shardings, donate_argnums=0)
-            return make(params)
+            fresh = partial(fresh_state, optimizer=self.optimizer, averages=self.averages)
+            return jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The training step, traced: (state, batch) -> (state, metrics), with the state donated."""
-        step = make_train_step(self.config, self.definition, self.optimizer, self.loss_fn)
+        step = make_train_step(self.config, self.optimizer, self.accumulate)
         return self._lower(step, self.abstract_state, self.abstract_batch, donate=(0,))
 
     def lower_eval_step(self) -> jax.stages.Lowered:
         """The validation step, traced: (params, batch) -> sums."""
-        step = make_eval_step(self.config, self.definition, self.loss_fn)
-        return self._lower(step, self.abstract_state.params, self.abstract_batch)
+        step = make_eval_step(self.config, self.evaluate)
+        return self._lower(step, self.eval_params(self.abstract_state), self.abstract_batch)
 
     def _lower(self, function, *abstract_args, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
         """Compiled ahead of time: one executable, which refuses arrays of another layout instead of recompiling.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import used_axes
@@ -29,7 +29,7 @@ TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
-    "vocab": ("tensor",),
+    "vocab": ("pipeline", "tensor"),
     "embed": GATHER_AXES,
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -93,8 +93,9 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def batch_entry(mesh: Mesh) -> str | tuple[str, ...] | None:
-    """Spec entry of a dim that holds the rows of a batch."""
-    return _entry(used_axes(mesh, BATCH_AXES))
+    """Spec entry of a dim that holds the rows of a batch; without axes that are manual here: those have split it."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return _entry(tuple(axis for axis in used_axes(mesh, BATCH_AXES) if types[axis] != AxisType.Manual))
 
 
 def context_entry(mesh: Mesh) -> str | None:

@@ -424,7 +424,7 @@ class _Loop:
             prefetch=self.config.data.prefetch,
             num_batches=train.eval_batches,
         )
-        sums = [self.eval_step(self.state.params, batch.arrays) for batch in loader]
+        sums = [self.eval_step(self.program.eval_params(self.state), batch.arrays) for batch in loader]
         sums = jax.device_get(sums)
         tokens = sum(float(s["tokens"]) for s in sums)
         self.eval_loss = sum(float(s["cross_entropy"]) for s in sums) / tokens if tokens else math.nan

@@ -134,7 +134,7 @@ class MeshConfig:
     """Devices per mesh axis. The product must equal the device count; one axis may be -1 ("the rest")."""
 
     pipeline: Int = 1
-    """Pipeline stages. Planned by ``jaxpar plan``; training: not yet."""
+    """Pipeline stages: each holds a part of the layers, and microbatches pass from stage to stage; see pipeline."""
     data: Int = 1
     """Replicas whose gradients are all-reduced; with fsdp above 1 this is hybrid sharding (data across nodes, fsdp
     inside)."""
@@ -167,10 +167,10 @@ class MeshConfig:
 class PipelineConfig:
     """Pipeline schedule; used when mesh.pipeline is above 1."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of forward and backward microbatches. Planned by ``jaxpar plan``; training: not yet."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
+    """Order of forward and backward microbatches; `jaxpar schedule` draws each. It never changes a result."""
     chunks: Positive = 1
-    """Chunks of layers per stage; only the interleaved schedule has more than 1, and it needs at least 2."""
+    """Chunks of layers per stage; only interleaved and breadth_first have more than 1, and they need at least 2."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -251,6 +251,8 @@ class TrainConfig:
     """Steps between validation passes; there is also one before the first and after the last step. 0: no validation."""
     eval_batches: NonNegative = 0
     """Batches of one validation pass; 0: the whole validation split."""
+    eval_params: Literal["params", "ema"] = "params"
+    """What is validated: the parameters, or their moving average (optim.ema_decay)."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run naming the step, or leaves params and optimizer as they
     were."""
@@ -332,6 +334,9 @@ class OptimConfig:
     """Whether weight decay applies to the token embedding (and a tied head) and to learned positions."""
     clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    ema_decay: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0
+    """Decay per step of a moving average of the parameters, kept in float32 beside them and saved with them; 0: none
+    is kept. For validation see train.eval_params; `jaxpar reshard --weights ema --to hf` exports it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.collectives import current_mesh, island, spec_of, varying
 from jaxpar.model.kernels import fused_attention
 from jaxpar.model.layers import normalise, rotate
-from jaxpar.model.ring import context_attention
+from jaxpar.model.ring import DEFAULT_WAY, ContextWay, context_attention
 from jaxpar.plan.context import resolved_context_mode
 from jaxpar.sharding import CONTEXT_AXIS, batch_entry, context_entry
 
@@ -44,7 +44,7 @@ def attention(
     extras: Mapping[str, jax.Array],
     info: SequenceInfo,
     norm_eps: float,
-    context_mode: str = "auto",
+    context: ContextWay = DEFAULT_WAY,
     kernel: str = "xla",
 ) -> jax.Array:
     """Biases, qk-norm, RoPE and attention, all local to a device's heads and rows.
@@ -56,8 +56,8 @@ def attention(
         extras: of q_bias [H, h], k_bias, v_bias [K, h], q_norm, k_norm [h] those that the family has.
         info: positions and documents; a token attends to earlier tokens of its own document only.
         norm_eps: epsilon of the qk-norm.
-        context_mode: see ``mesh.context_mode``; used when the context axis is above 1.
-        kernel: see ``jaxpar.plan.attention``.
+        context: how the keys of other context members are met; used when that axis is above 1.
+        kernel: see ``jaxpar.plan.attention``; with a context axis "xla".
 
     Returns:
         [B, S, H, h].
@@ -65,7 +65,8 @@ def attention(
     mesh = current_mesh()
     batch, sequence = batch_entry(mesh), context_entry(mesh)
     members = mesh.shape[CONTEXT_AXIS]
-    context_mode = resolved_context_mode(context_mode, q_bshk.shape[1] // members)
+    assert kernel == "xla" or members == 1, "rules refuse other kernels on a split sequence"
+    context = context._replace(mode=resolved_context_mode(context.mode, q_bshk.shape[1] // members))
     extra_specs = {name: spec_of(value) for name, value in extras.items()}
     rope_spec = None if info.cos is None else P(batch, sequence, None)
     starts_spec = None if info.segment_starts is None else P(batch, None)
@@ -86,7 +87,7 @@ def attention(
     def local(*arguments) -> jax.Array:
         segment_ids = arguments[-1].segment_ids
         if members > 1:
-            return context_attention(context_mode, *prepare(*arguments), segment_ids)
+            return context_attention(context, *prepare(*arguments), segment_ids)
         return attend(*prepare(*arguments), segment_ids)
 
     qkv_specs = (spec_of(q_bshk), spec_of(k_bskk), spec_of(v_bskk))

@@ -13,6 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
@@ -24,6 +25,7 @@ from jaxpar.model.dispatch import Exchange
 from jaxpar.model.kernels import segment_starts
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
 from jaxpar.model.moe import MixtureOfExperts, Routing
+from jaxpar.model.ring import ContextWay
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
@@ -33,6 +35,15 @@ NORM_START = {"rms": 1, "rms_plus_one": 0, "layer": 1}
 
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 """Parameters of a block that only some families have; attention takes them by name."""
+
+PRODUCT = "product"
+"""Name, for recomputation, of what matrix products and attention return."""
+
+KEPT = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "products": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+}
+"""What a block keeps for its backward pass besides its input, by kind of recomputation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +55,8 @@ class Numerics:
     reduce: jnp.dtype
     """Gradient reduce-scatters."""
     remat: str
-    """``none`` or ``full``, see ``train.remat``."""
+    """``none`` or ``full``, see ``train.remat``; ``products`` keeps matrix products and attention, and does the rest
+    again."""
     context_mode: str = "auto"
     """See ``mesh.context_mode``."""
     attention: str = "xla"
@@ -171,9 +183,9 @@ class Block(nnx.Module):
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
         numerics = self.numerics
-        mixed_bshk = attention(
-            q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, numerics.context_mode, numerics.attention
-        )
+        context = ContextWay(numerics.context_mode, numerics.reduce)
+        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, context, numerics.attention)
+        mixed_bshk = checkpoint_name(mixed_bshk, PRODUCT)
         return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
 
     def _mlp(self, y_bsd: jax.Array) -> jax.Array:
@@ -200,7 +212,8 @@ class Block(nnx.Module):
 
         # Without this, autodiff would keep every gathered weight until the backward pass: the whole model per device.
         # With remat = full, the block's own checkpoint already forgets them.
-        return (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
+        result = (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
+        return checkpoint_name(result, PRODUCT)
 
 
 def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Array:
@@ -270,22 +283,40 @@ class Decoder(nnx.Module):
         if hasattr(self, "dense_layers"):
             x_bsd, _ = self._run(self.dense_layers, x_bsd, info)
         x_bsd, routing = self._run(self.layers, x_bsd, info)
-        return normalised(self, "final_norm", x_bsd), routing
+        return self.finish(x_bsd), routing
 
-    def _run(self, blocks: Block, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
+    def run_layers(self, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None) -> jax.Array:
+        """The dense blocks of ``layers`` in turn, [B, S, D] -> [B, S, D]. Reads nothing else.
+
+        Args:
+            x_bsd: as between blocks.
+            info: of the rows.
+            present_l: bool [L]; where it is False there is no block, and whatever lies there changes nothing.
+        """
+        return self._run(self.layers, x_bsd, info, present_l)[0]
+
+    def _run(
+        self, blocks: Block, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing]:
         """All blocks of a stack in turn."""
         graph, weights = nnx.split(blocks)
 
-        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, Routing]:
-            return nnx.merge(graph, weights)(x, info)
+        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, Routing]:
+            weights, present = inputs
+            y, routing = nnx.merge(graph, weights)(x, info)
+            return (y if present is None else jnp.where(present, y, x)), routing
 
-        if self.numerics.remat == "full":
+        if self.numerics.remat in KEPT:
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-        return jax.lax.scan(layer, x_bsd, weights)
+            layer = jax.checkpoint(layer, policy=KEPT[self.numerics.remat], prevent_cse=False)
+        return jax.lax.scan(layer, x_bsd, (weights, present_l))
+
+    def finish(self, x_bsd: jax.Array) -> jax.Array:
+        """The final norm of what leaves the last block."""
+        return normalised(self, "final_norm", x_bsd)
 
     def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:
-        """What enters the first block: [B, S, D]."""
+        """What enters the first block: [B, S, D]. Reads only the embeddings."""
         family, compute = FAMILIES[self.model.family], self.numerics.compute
         x_bsd = embed(self.embedding[...], split_sequence(tokens_bs), compute)
         if family.scaled_embedding:

@@ -13,7 +13,7 @@ branches, so that every member runs the same program and the same number of prod
 
 Softmax statistics are merged in float32 (arXiv 2205.14135). The backward pass is written by hand: it keeps queries,
 keys, values, the result and one log-sum per query and head, and forms the scores of a block again from them. Key and
-value gradients travel with their block, in float32, and are home after c - 1 permutes of their own.
+value gradients follow their block and are home after c - 1 permutes of their own.
 
 Shapes, all local to a device: B batch, S the whole row, s = S / c, n = s / 2 the length of a chunk, H heads, K kv
 heads, h head_dim, G = H / K; t and u are the lengths of any block of queries and of keys. A leading 2 is the early and
@@ -33,6 +33,18 @@ from jaxpar.sharding import CONTEXT_AXIS
 
 _NOTHING = -1e30
 """Log-sum of no scores at all: finite, so that differences of two are no NaN."""
+
+
+class ContextWay(NamedTuple):
+    """How attention over a split sequence is computed; fixed while tracing."""
+
+    mode: str
+    """``ring``, ``allgather`` or ``auto``; see ``mesh.context_mode``."""
+    reduce: jnp.dtype
+    """Key and value gradients are sent in this type, and added up in float32."""
+
+
+DEFAULT_WAY = ContextWay("auto", jnp.dtype("float32"))
 
 
 class Partial(NamedTuple):
@@ -123,11 +135,11 @@ def _scores(q, k, q_segments, k_segments, causal):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def context_attention(mode: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def context_attention(way: ContextWay, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Causal attention inside documents; call it inside an island that is manual over ``context`` (c > 1).
 
     Args:
-        mode: "ring" or "allgather".
+        way: mode "ring" or "allgather".
         q: [B, s, H, h], this member's chunks, RoPE applied.
         k: [B, s, K, h].
         v: [B, s, K, h].
@@ -136,10 +148,10 @@ def context_attention(mode: str, q: jax.Array, k: jax.Array, v: jax.Array, segme
     Returns:
         [B, s, H, h].
     """
-    return _forward(mode, q, k, v, segment_ids)[0]
+    return _forward(way, q, k, v, segment_ids)[0]
 
 
-def _forward(mode, q, k, v, segment_ids):
+def _forward(way, q, k, v, segment_ids):
     """The result, and what the backward pass keeps."""
     row = _Row(segment_ids, q.shape[1])
     own = attend_block(q, k, v, row.own_segments, row.own_segments, causal=True)
@@ -149,7 +161,7 @@ def _forward(mode, q, k, v, segment_ids):
     def absorb(so_far: Partial, kv: jax.Array, turn: jax.Array | int) -> Partial:
         return _absorb(so_far, queries, kv, row, turn)
 
-    walk = {"ring": _ring, "allgather": _gathered}[mode]
+    walk = {"ring": _ring, "allgather": _gathered}[way.mode]
     so_far = walk(absorb, so_far, jnp.stack([k, v]))
     out = _whole(so_far.out).astype(q.dtype)
     return out, (q, k, v, segment_ids, out, _whole(so_far.log_sum))
@@ -257,7 +269,7 @@ def _merge(a: Partial, b: Partial) -> Partial:
     return Partial(a.out * share_a + b.out * share_b, log_sum)
 
 
-def _backward(mode, kept, grad_out):
+def _backward(way, kept, grad_out):
     q, k, v, segment_ids, out, log_sum = kept
     row = _Row(segment_ids, q.shape[1])
     correction = jnp.sum(grad_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
@@ -268,8 +280,8 @@ def _backward(mode, kept, grad_out):
     def gradients(kv: jax.Array, turn: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         return _pair_gradients(queries, kv, row, turn)
 
-    walk = {"ring": _ring_backward, "allgather": _gathered_backward}[mode]
-    grad_q, grad_kv = walk(gradients, _halves(own[0]), jnp.stack(own[1:]), jnp.stack([k, v]))
+    walk = {"ring": _ring_backward, "allgather": _gathered_backward}[way.mode]
+    grad_q, grad_kv = walk(gradients, _halves(own[0]), jnp.stack(own[1:]), jnp.stack([k, v]), way.reduce)
     return _whole(grad_q).astype(q.dtype), grad_kv[0].astype(k.dtype), grad_kv[1].astype(v.dtype), None
 
 
@@ -295,7 +307,7 @@ def _pair_gradients(queries, kv, row, turn):
     return grad_queries, jnp.stack(grad_kv)
 
 
-def _ring_backward(gradients, grad_q, own, kv):
+def _ring_backward(gradients, grad_q, own, kv, reduce):
     """Keys and values come by once more; from the first visit on, their gradients follow one permute behind."""
     members = lax.axis_size(CONTEXT_AXIS)
 
@@ -305,22 +317,22 @@ def _ring_backward(gradients, grad_q, own, kv):
         kv, following = lax.optimization_barrier((kv, following))
         next_kv, arrived = _pass_on(kv), _pass_on(following)
         more_q, more_kv = gradients(kv, turn)
-        return (grad_q + more_q, next_kv, arrived + more_kv), None
+        return (grad_q + more_q, next_kv, (arrived + more_kv).astype(reduce)), None
 
     kv = _pass_on(kv)
     next_kv = _pass_on(kv) if members > 2 else None
     more_q, following = gradients(kv, 1)
-    grad_q = grad_q + more_q
+    grad_q, following = grad_q + more_q, following.astype(reduce)
     if members > 3:
         (grad_q, next_kv, following), _ = lax.scan(visit, (grad_q, next_kv, following), jnp.arange(2, members - 1))
     if members > 2:
         arrived = _pass_on(following)
         more_q, more_kv = gradients(next_kv, members - 1)
-        grad_q, following = grad_q + more_q, arrived + more_kv
+        grad_q, following = grad_q + more_q, (arrived + more_kv).astype(reduce)
     return grad_q, own + _pass_on(following)
 
 
-def _gathered_backward(gradients, grad_q, own, kv):
+def _gathered_backward(gradients, grad_q, own, kv, reduce):
     """The gradients of everyone's keys and values, reduce-scattered at the end."""
     everyones = lax.all_gather(kv, CONTEXT_AXIS)
     members, member = lax.axis_size(CONTEXT_AXIS), lax.axis_index(CONTEXT_AXIS)
@@ -329,8 +341,8 @@ def _gathered_backward(gradients, grad_q, own, kv):
         grad_q, grad_everyones = carry
         source = (member - turn) % members
         more_q, more_kv = gradients(everyones[source], turn)
-        return (grad_q + more_q, grad_everyones.at[source].set(more_kv)), None
+        return (grad_q + more_q, grad_everyones.at[source].set(more_kv.astype(reduce))), None
 
-    grad_everyones = jnp.zeros((members, *own.shape), own.dtype).at[member].set(own)
+    grad_everyones = jnp.zeros((members, *own.shape), reduce).at[member].set(own.astype(reduce))
     (grad_q, grad_everyones), _ = lax.scan(visit, (grad_q, grad_everyones), jnp.arange(1, members))
     return grad_q, lax.psum_scatter(grad_everyones, CONTEXT_AXIS)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import make_mesh
 from jaxpar.model.attention import attend
-from jaxpar.model.ring import attend_block, context_attention
+from jaxpar.model.ring import ContextWay, attend_block, context_attention
 from jaxpar.model.zigzag import from_zigzag, to_zigzag
 
 B, S, H, K, HEAD = 2, 48, 4, 2, 8
@@ -49,7 +49,9 @@ def split(num_members: int, mode: str, dtype=np.float32) -> tuple:
     mesh = make_mesh({"context": num_members}, jax.devices()[:num_members])
     spec = P(None, "context", None, None)
     island = jax.shard_map(
-        functools.partial(context_attention, mode), in_specs=(spec, spec, spec, P(None, None)), out_specs=spec
+        functools.partial(context_attention, ContextWay(mode, jnp.dtype("float32"))),
+        in_specs=(spec, spec, spec, P(None, None)),
+        out_specs=spec,
     )
     q, k, v, cotangent, segments = (np.asarray(to_zigzag(array, num_members)) for array in inputs())
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):

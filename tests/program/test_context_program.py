@@ -1,5 +1,8 @@
 """What context parallelism makes of the compiled step: the permutes of the ring and nothing else, and little memory."""
 
+import collections
+import re
+
 import pytest
 
 from jaxpar.audit import audit
@@ -8,6 +11,7 @@ from tests.parity.harness import TINY, build, parity_config
 NUM_LAYERS = 5  # a size that no other dim and no other loop has
 CONTEXT, ROWS, LENGTH = 4, 2, 32
 H, K, h = (TINY[name] for name in ("num_heads", "num_kv_heads", "head_dim"))
+PERMUTED_TYPE = re.compile(r'"stablehlo\.collective_permute".*?: \(tensor<(?:\d+x)+(\w+)>\) ->', re.DOTALL)
 PERMUTE = "collective-permute"
 SHARED = 1  # The first permutes of the recomputation and of the gradients are the same: the compiler does one.
 KV_BYTES = 4 * 2 * ROWS * LENGTH // CONTEXT * K * h  # float32 keys and values of one member
@@ -59,6 +63,23 @@ def test_keys_and_values_are_not_gathered(ring):
         ("reduce-scatter", ("context",)): 7,
         (PERMUTE, ("context",)): 3 * (CONTEXT - 1) - SHARED,
     }
+
+
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+def test_gradients_of_keys_and_values_travel_in_the_reduce_type(reduce):
+    """In the program as handed to the compiler, where a loop is written once; the rest are keys and values."""
+    program = build(
+        parity_config(
+            {"context": 4, "context_mode": "ring"},
+            model={"family": "llama"},
+            train={"remat": "none"},
+            precision={"compute": "bfloat16", "reduce": reduce},
+        )
+    )
+    found = collections.Counter(PERMUTED_TYPE.findall(program.lower_train_step().as_text()))
+    sent = {"float32": "f32", "bfloat16": "bf16"}[reduce]
+    # Forward the first and the loop's; backward the first two and the loop's, with gradients in the loop and two after.
+    assert found == collections.Counter({"bf16": 2 + 3}) + collections.Counter({sent: 1 + 2})
 
 
 @pytest.mark.proof
