@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 import jax
@@ -21,6 +21,7 @@ from jaxpar.model.decoder import Decoder
 from jaxpar.model.dispatch import Exchange
 from jaxpar.optim import make_optimizer
 from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
+from jaxpar.plan.compiler_options import Option
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
 from jaxpar.stages import StagedDecoder
@@ -107,6 +108,10 @@ class Program:
             ),
             loss_fn=partial(next_token_loss, z_loss=config.train.z_loss, chunk_tokens=config.train.loss_chunk_tokens),
         )
+
+    def with_options(self, values: Mapping[str, Option]) -> Program:
+        """The same program compiled with these options alone."""
+        return dataclasses.replace(self, options=CompilerOptions(values=values, notes=()))
 
     @property
     def config(self) -> Config:
