@@ -16,20 +16,24 @@ PLAIN: Mapping[str, Option] = {
     # Moving the reduce-scatters to the next iteration takes from the gathers the products that would hide them.
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
 }
-"""GPUs, weights gathered block by block (fsdp, expert or context above 1), no tensor axis."""
+"""GPUs, weights gathered block by block (fsdp, expert or context above 1), no tensor and no data axis."""
 
 WITH_TENSOR: Mapping[str, Option] = {
     **PLAIN,
     # Merged with a weight's gradient, the sequence's reduce-scatter would wait for it.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
 }
-"""The same with a tensor axis."""
+"""The same with a tensor axis.
+
+With a data axis (hybrid sharding) the compiler's own choice is best: it hides the reduce-scatter of the head behind the
+all-reduces over data.
+"""
 
 
 def table_options(mesh: Mapping[str, int], platform: str) -> dict[str, Option]:
     """The table's options for a mesh; on the CPU there are none."""
     is_gathered = any(mesh[axis] > 1 for axis in ("fsdp", "expert", "context"))
-    if platform == "cpu" or not is_gathered:
+    if platform == "cpu" or not is_gathered or mesh["data"] > 1:
         return {}
     return dict(WITH_TENSOR if mesh["tensor"] > 1 else PLAIN)
 

@@ -26,9 +26,14 @@ PROGRAMS = {
 """8B packed, by tokamax; 1B unpacked, by cuDNN."""
 
 EXPOSED = {
-    # Sequence parallel: between a reduce-scatter and the norm that waits for it, nothing is left to compute.
+    # Sequence parallel: the products, the reduce-scatter, the norm, the gather and the next products each wait for the one
+    # before; only gathers and gradients of weights can come between, and a small block has few.
     "8b fsdp4 tensor2": {("reduce-scatter", "tensor", "backward")},
-    "1b fsdp4 tensor2": {("reduce-scatter", "tensor", "backward")},
+    "1b fsdp4 tensor2": {
+        ("all-gather", "tensor", "forward"),
+        ("reduce-scatter", "tensor", "forward"),
+        ("reduce-scatter", "tensor", "backward"),
+    },
 }
 """In-loop collectives of 1 MiB or more that nothing hides: (op, axis, loop)."""
 
@@ -62,7 +67,7 @@ def test_collectives_in_loops_are_hidden(program):
         if not (row["async"] and row["overlapped"])
     }
     assert exposed == EXPOSED.get(name, set())
-    assert compiled["hidden_share"] > (0.9 if "tensor" in name else 0.97)
+    assert compiled["hidden_share"] > (0.97 if name in ("8b fsdp8", "8b fsdp64", "1b fsdp8", "1b fsdp64") else 0.9)
 
 
 def test_types_on_the_wire(program):

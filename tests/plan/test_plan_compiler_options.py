@@ -17,7 +17,7 @@ def asked(*entries):
     ("mesh", "platform", "expected"),
     [
         ({"fsdp": 8}, "gpu", PLAIN),
-        ({"data": 2, "fsdp": 8}, "gpu", PLAIN),
+        ({"data": 2, "fsdp": 8}, "gpu", {}),
         ({"fsdp": 4, "tensor": 2}, "gpu", WITH_TENSOR),
         ({"expert": 8}, "gpu", PLAIN),
         ({"data": 8}, "gpu", {}),
