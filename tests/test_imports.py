@@ -28,6 +28,7 @@ ORDER = (
     "loss",
     "optim",
     "state",
+    "strategy",
     "step",
     "stages",
     "program",

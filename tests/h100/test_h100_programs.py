@@ -26,8 +26,8 @@ PROGRAMS = {
 """8B packed, by tokamax; 1B unpacked, by cuDNN."""
 
 EXPOSED = {
-    # Sequence parallel: the products, the reduce-scatter, the norm, the gather and the next products each wait for the one
-    # before; only gathers and gradients of weights can come between, and a small block has few.
+    # Sequence parallel: products, reduce-scatter, norm, gather and the next products each wait for the one before; only
+    # gathers and gradients of weights can come between, and a small block has few.
     "8b fsdp4 tensor2": {("reduce-scatter", "tensor", "backward")},
     "1b fsdp4 tensor2": {
         ("all-gather", "tensor", "forward"),
