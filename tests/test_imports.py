@@ -34,6 +34,7 @@ ORDER = (
     "program",
     "audit",
     "data",
+    "own_model",
     "checkpoint",
     "hf",
     "resume",
