@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.checkpoint.safetensors import TensorDirectory, read_tensors
 from jaxpar.config.dims import with_derived_dims
+from jaxpar.config.errors import ConfigError
 from jaxpar.config.huggingface import read_model_settings
+from jaxpar.config.huggingface_export import experts_without_keys
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.families.keymap import KeyMap, ParamPath
@@ -35,7 +37,12 @@ def hf_keymap(model: ModelConfig, names: Collection[str] = ()) -> KeyMap:
         model: the model.
         names: tensors of the checkpoint that is read. Without any in the family's ``prefix`` it is one of the bare
             decoder, such as the published GPT-2, and the map is without the prefix too.
+
+    Raises:
+        ConfigError: transformers has no such model.
     """
+    if problems := list(experts_without_keys(model)):
+        raise ConfigError(problems)
     hf = FAMILIES[model.family].huggingface
     keymap = hf.keymap(model.tie_embeddings)
     if not names or any(name.startswith(hf.prefix) for name in names):
@@ -88,7 +95,7 @@ def hf_params(
 def from_hf(
     directory: str | os.PathLike[str], *, dtype: str = "float32", mesh: Mesh | Mapping[str, int] | None = None
 ) -> HuggingFaceModel:
-    """A model with the weights of a Hugging Face directory (Llama, Qwen2, Qwen3, Gemma, GPT-2; safetensors).
+    """A model with the weights of a Hugging Face directory of safetensors, of any family in ``jaxpar.families``.
 
     Args:
         directory: holds config.json and the safetensors.

@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from jaxpar.collectives import current_mesh, island, spec_of, unreduced, varying
+from jaxpar.config.schema import ModelConfig
 from jaxpar.mesh import used_axes
 from jaxpar.model.decoder import Decoder, Numerics
+from jaxpar.model.moe import Routing
 from jaxpar.model.zigzag import split_sequence
 from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, TOKEN_AXES, axes_of
 
@@ -59,10 +61,12 @@ def next_token_loss(
         chunk_tokens: see ``LossOptions``.
 
     Returns:
-        The weighted sum over tokens of cross entropy plus z-loss, the sum of weights, and sums to report
-        (``cross_entropy``, without the z-loss), all float32 scalars.
+        The weighted sum over tokens of cross entropy plus z-loss (with experts: plus the router's losses), the sum of
+        weights, and sums to report (``cross_entropy``, without the z-loss), all float32 scalars. With experts the last
+        holds ``balance_loss`` and ``router_z_loss``, without their coefficients, and ``routing``, see
+        ``jaxpar.model.moe.Routing``.
     """
-    x_bsd = decoder.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+    x_bsd, routing = decoder.hidden_and_routing(batch["tokens"], batch["positions"], batch["segment_ids"])
     head, tied = decoder.head_weight
     options = LossOptions(
         vocab_size=decoder.model.vocab_size,
@@ -73,7 +77,22 @@ def next_token_loss(
     )
     labels, weights = split_sequence(batch["labels"]), split_sequence(batch["weights"])
     objective, cross_entropy = token_cross_entropy(options, x_bsd, head, labels, weights)
-    return objective, jnp.sum(batch["weights"]), {"cross_entropy": cross_entropy}
+    sums = {"cross_entropy": cross_entropy}
+    if routing:
+        router_loss, router_sums = _router_losses(decoder.model, routing, batch["weights"])
+        objective, sums = objective + router_loss, sums | router_sums
+    return objective, jnp.sum(batch["weights"]), sums
+
+
+def _router_losses(model: ModelConfig, routing: Routing, weights_bs: jax.Array) -> tuple[jax.Array, dict]:
+    """Loss terms of all blocks, each row as often as it has trained tokens: their mean is then the same however rows
+    are spread over microbatches and devices.
+    """
+    weight_b = weights_bs.sum(1)
+    balance, router_z = (jnp.sum(routing[name].sum(0) * weight_b) for name in ("balance", "router_z"))
+    sums = {name: value for name, value in routing.items() if name not in ("balance", "router_z")}
+    loss = model.balance_coef * balance + model.router_z_coef * router_z
+    return loss, {"balance_loss": balance, "router_z_loss": router_z, "routing": sums}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -16,6 +16,7 @@ from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
+from jaxpar.model.dispatch import Exchange
 from jaxpar.optim import make_optimizer
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
@@ -33,12 +34,16 @@ BATCH_DTYPES = {
 
 
 def decoder_definition(
-    model: ModelConfig, precision: PrecisionConfig, remat: str = "none", context_mode: str = "auto"
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    remat: str = "none",
+    context_mode: str = "auto",
+    exchange: Exchange | None = None,
 ) -> ModelDefinition:
-    """The decoder of a model config, its dimensions complete."""
+    """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, context_mode)
+        return Decoder(model, precision, remat, rngs, context_mode, exchange)
 
     return ModelDefinition(make_decoder)
 
@@ -57,10 +62,17 @@ class Program:
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
         """The program of a plan on ``devices`` (default: all)."""
         config = plan.config
-        definition = decoder_definition(config.model, config.precision, config.train.remat, config.mesh.context_mode)
+        mesh = make_mesh(plan.mesh, devices)
+        exchange = Exchange(
+            mode=config.mesh.expert_exchange,
+            receive_factor=config.mesh.expert_receive_factor,
+            platform=mesh.devices.flat[0].platform,
+        )
+        options = (config.train.remat, config.mesh.context_mode, exchange)
+        definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,
-            mesh=make_mesh(plan.mesh, devices),
+            mesh=mesh,
             definition=definition,
             optimizer=make_optimizer(
                 config.optim,

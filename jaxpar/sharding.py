@@ -35,6 +35,11 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "experts": ("expert",),
+    "expert_embed": ("fsdp", "context"),
+    "expert_mlp": ("tensor",),
+    "shared_mlp": ("tensor",),
+    "router": (),  # every device routes its own tokens to all experts
     "positions": (),
     "norm": (),  # vectors of width embed: too small to be worth a gather per block
 }

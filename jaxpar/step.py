@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxpar.collectives import defer_reduction, finish_reduction, zero_gradients
 from jaxpar.config.schema import Config
+from jaxpar.model.moe import load_metrics, rebalance
 from jaxpar.optim import learning_rate
 from jaxpar.state import ModelDefinition, TrainState
 
@@ -30,7 +31,7 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
 
     Returns:
         Gradients with the shardings of ``params``, and scalars ``loss`` (cross entropy and z-loss), ``tokens`` (sum
-        of weights) and whatever ``loss_fn`` reports.
+        of weights) and whatever ``loss_fn`` reports; ``routing`` holds sums, not means.
     """
     marked = defer_reduction(params)
 
@@ -53,8 +54,8 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
 
     weight = jnp.maximum(sums["tokens"], 1e-9)
     grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), finish_reduction(grads))
-    means = {name: value / weight for name, value in sums.items() if name != "tokens"}
-    return grads, {**means, "tokens": sums["tokens"]}
+    counted = {name: sums[name] for name in ("tokens", "routing") if name in sums}
+    return grads, {name: value / weight for name, value in sums.items() if name not in counted} | counted
 
 
 def update(
@@ -63,7 +64,8 @@ def update(
     """Clip, optimizer, learning rate. A step whose loss or gradient is not finite changes nothing but ``step``.
 
     Returns:
-        The next state, and the metrics with ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (0 or 1) added.
+        The next state, and the metrics with ``grad_norm`` (before clipping), ``lr`` and ``skipped`` (0 or 1) added, and
+        ``routing`` replaced by what it says (``jaxpar.model.moe.load_metrics``).
     """
     clip_norm = config.optim.clip_norm
     grad_norm = optax.tree.norm(grads)
@@ -73,6 +75,11 @@ def update(
     updates, moments = optimizer.update(grads, state.optimizer, state.params)
     lr = learning_rate(config.optim, config.train.steps)(state.step)
     params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
+    if "routing" in metrics:
+        params = rebalance(params, metrics["routing"]["load"], config.model.balance_rate)
+        metrics = {name: value for name, value in metrics.items() if name != "routing"} | load_metrics(
+            metrics["routing"]
+        )
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
     params, moments = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (params, moments), (state.params, state.optimizer)

@@ -26,6 +26,7 @@ from jaxpar.data.loader import Loader, validation_loader
 from jaxpar.events import Progress, RunLog, RunMetrics, StepReport, check_sinks, open_progress
 from jaxpar.hf import hf_params
 from jaxpar.plan.catalogue import find_gpu
+from jaxpar.plan.experts import describe_exchange
 from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.plan.resolve import check, resolve
 from jaxpar.program import Program
@@ -38,6 +39,9 @@ from jaxpar.runtime.start import Processes, failed_process, meet, start, stop
 from jaxpar.runtime.vote import Ballot, StopVote
 from jaxpar.sharding import batch_sharding
 from jaxpar.state import TrainState
+
+ROUTER_METRICS = ("balance_loss", "router_z_loss", "load_entropy", "load_max", "dropped", "overflow", "router_logits")
+"""What a step of a mixture of experts reports besides the usual."""
 
 
 class RunFailed(RuntimeError):
@@ -351,8 +355,26 @@ class _Loop:
         if self.metrics:
             row = {name: value for name, value in dataclasses.asdict(report).items() if value is not None}
             row |= {"tokens": tokens, "cross_entropy": metrics["cross_entropy"], "skipped": metrics["skipped"]}
+            row |= {name: metrics[name] for name in ROUTER_METRICS if name in metrics}
             self._record(self.metrics.train, row | ({"ids": pending.ids} if pending.ids else {}))
         self._check_finite(pending.step, metrics)
+        self._check_room(pending.step, metrics)
+
+    def _check_room(self, step: int, metrics: dict[str, float]) -> None:
+        """Choices of experts for which a receiver had no room."""
+        share = metrics.get("overflow", 0.0)
+        if not share:
+            return
+        mesh = self.config.mesh
+        what = f"step {step}: {share:.3%} of the choices of experts found no room on the devices of these experts"
+        if mesh.expert_overflow == "drop":
+            self.log.warn(f"{what}; they were left out")
+            return
+        self.store.wait()
+        raise RunFailed(
+            f"{what} (mesh.expert_receive_factor = {mesh.expert_receive_factor}); {self._left()}. Raise "
+            'mesh.expert_receive_factor (0: the worst case), or let mesh.expert_overflow = "drop" leave them out'
+        )
 
     def _record(self, write: Callable[[dict], None], row: dict) -> None:
         try:
@@ -493,7 +515,7 @@ def _one_end_for_all(processes: Processes, log: RunLog) -> Iterator[None]:
 
 def _announce(program: Program, datasets: Datasets, processes: Processes, log: RunLog) -> None:
     """What will run, on what, before anything is compiled."""
-    plan, config = program.plan, program.config
+    plan, config, model = program.plan, program.config, program.config.model
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
     padding = f" (vocabulary padded to {plan.padded_vocab_size:,} in memory)" if plan.num_padding_params else ""
     log.say(str(processes))
@@ -506,4 +528,6 @@ def _announce(program: Program, datasets: Datasets, processes: Processes, log: R
     )
     if processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
         log.say(f"no peak is known for {processes.device_kind}: MFU is not reported")
+    if model.num_experts:
+        log.say(describe_exchange(config.mesh.expert_exchange, model.top_k, model.num_experts, plan.mesh["expert"]))
     log.say("FLOPs by convention A: 6 (P - V D) + 6 L S H h per token, causal attention counted once")

@@ -103,7 +103,6 @@ def _print_presets(as_json: bool) -> None:
                 "head_dim": model.head_dim,
                 "mlp_dim": model.mlp_dim,
                 "num_experts": model.num_experts,
-                "trains": not model.num_experts,
             }
         )
     if as_json:
@@ -113,7 +112,6 @@ def _print_presets(as_json: bool) -> None:
     for heading, value in rows[0].items():
         table.add_column(heading, justify="right" if type(value) is int else "left", no_wrap=True)
     for row in rows:
-        shown = ["yes" if v is True else "not yet" if v is False else v for v in row.values()]
-        table.add_row(*(f"{v:,}" if isinstance(v, int) else v for v in shown))
+        table.add_row(*(f"{v:,}" if isinstance(v, int) else v for v in row.values()))
     console = output_console()
     console.print(table)

@@ -11,16 +11,13 @@ from pathlib import Path
 
 from jaxpar.config.errors import NO_VALUE, ConfigError, Problem
 from jaxpar.families import FAMILIES
-from jaxpar.families.family import HuggingFace
+from jaxpar.families.family import ExpertKeys, HuggingFace
 
 PREFIX = "hf:"
 """Marks a Hugging Face directory in ``model.init_from``."""
 
 SUPPORTED_MODEL_TYPES = tuple(FAMILIES)
 """``model_type`` values that can be read; each is also the family's name."""
-
-KNOWN_MODEL_TYPES = ("mixtral", "qwen3_moe")
-"""``model_type`` values that are planned: not yet."""
 
 SHAPE_SETTINGS = frozenset(
     {
@@ -32,6 +29,8 @@ SHAPE_SETTINGS = frozenset(
         "num_kv_heads",
         "head_dim",
         "mlp_dim",
+        "num_experts",
+        "expert_mlp_dim",
         "max_positions",
         "tie_embeddings",
     }
@@ -90,7 +89,8 @@ class _Reader:
     def settings(self) -> dict[str, object]:
         model_type = self.config.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
-            self.refuse("model_type", self._why_not(model_type), "supported: " + ", ".join(SUPPORTED_MODEL_TYPES))
+            known = "supported: " + ", ".join(SUPPORTED_MODEL_TYPES)
+            self.refuse("model_type", "not a model type that jaxpar reads", known)
             raise ConfigError(self.problems)
         family = FAMILIES[model_type]
         hf = family.huggingface
@@ -103,6 +103,8 @@ class _Reader:
         settings["head_dim"] = self.head_dim(hf)
         settings["tie_embeddings"] = self.typed("tie_word_embeddings", bool, hf.tied)
         settings["norm_eps"] = float(self.typed(hf.keys["norm_eps"], (int, float), hf.norm_eps))
+        if hf.experts:
+            settings |= self.experts(hf.experts)
         if family.learned_positions:
             settings["max_positions"] = self.integer(hf.keys["max_positions"])
         else:
@@ -124,12 +126,6 @@ class _Reader:
                 remedy=remedy,
             )
         )
-
-    @staticmethod
-    def _why_not(model_type: object) -> str:
-        if model_type in KNOWN_MODEL_TYPES:
-            return f"{', '.join(KNOWN_MODEL_TYPES)}: not yet"
-        return "not a model type that jaxpar reads"
 
     def refuse_unsupported(self, model_type: str, hf: HuggingFace) -> None:
         """Options that the decoder does not have. Absent keys mean that the option is off."""
@@ -197,6 +193,16 @@ class _Reader:
             remedy = "add head_dim" if key else "repair config.json"
             self.refuse("head_dim", f"is absent and {num_heads} heads do not divide {embed_dim}", remedy)
         return embed_dim // num_heads
+
+    def experts(self, keys: ExpertKeys) -> dict[str, object]:
+        stated = [key for key in keys.num_experts if key in self.config]
+        norm_topk = True if keys.norm_topk is None else self.typed(keys.norm_topk, bool, False)
+        return {
+            "num_experts": self.integer((stated or keys.num_experts)[0]),
+            "top_k": self.integer("num_experts_per_tok"),
+            "expert_mlp_dim": self.integer(keys.width),
+            "norm_topk": norm_topk,
+        }
 
     def rope(self) -> dict[str, object]:
         is_new = self.config.get("rope_parameters") is not None

@@ -9,7 +9,7 @@ from jaxpar.config.dims import dims_problems, with_derived_dims
 from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.schema import ModelConfig
 from jaxpar.families import FAMILIES
-from jaxpar.families.family import HuggingFace
+from jaxpar.families.family import ExpertKeys, HuggingFace
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _REPLACED = (*_DTYPE_KEYS, "head_dim", "rope_parameters", "rope_scaling", "rope_theta", "quantization_config")
@@ -25,8 +25,9 @@ def write_model_settings(
 ) -> dict[str, object]:
     """The config.json with which transformers loads our weights; ``read_model_settings`` gives ``model`` back.
 
-    RoPE and dtype are written in both forms, flat for transformers 4 and ``rope_parameters`` and ``dtype`` for 5: each
-    reads its own without a word about the other, and an absent ``rope_theta`` means 10000.
+    RoPE and dtype are written in both forms, flat for transformers 4 and ``rope_parameters`` and ``dtype`` for 5, as is
+    the number of Qwen3's experts: each reads its own without a word about the other, and an absent ``rope_theta`` means
+    10000.
 
     Args:
         model: The model; its vocabulary is what the file states, unpadded.
@@ -69,6 +70,8 @@ def write_model_settings(
             config["max_position_embeddings"] = max_positions
     if "head_dim" in hf.keys and (hf.writes_head_dim == "always" or not _head_dim_is_derived(model)):
         config[hf.keys["head_dim"]] = model.head_dim
+    if hf.experts:
+        config |= _experts(model, hf.experts)
     if hf.layer_types:
         config["layer_types"] = ["full_attention"] * model.num_layers
     return dict(sorted(config.items()))
@@ -79,7 +82,7 @@ def _head_dim_is_derived(model: ModelConfig) -> bool:
 
 
 def _problems(model: ModelConfig, original: Mapping[str, object], max_positions: int | None) -> list[Problem]:
-    problems = [*_missing_keys(model, FAMILIES[model.family].huggingface)]
+    problems = [*_missing_keys(model, FAMILIES[model.family].huggingface), *experts_without_keys(model)]
     if not model.vocab_size:
         message = "the file must state the size of the vocabulary"
         problems.append(Problem(key="model.vocab_size", value=0, message=message, remedy="set model.vocab_size"))
@@ -103,6 +106,30 @@ def _missing_keys(model: ModelConfig, hf: HuggingFace) -> Iterator[Problem]:
     if "head_dim" not in hf.keys and not _head_dim_is_derived(model):
         message = f"heads of transformers' {hf.architecture} are embed_dim / num_heads wide"
         yield Problem(key="model.head_dim", value=model.head_dim, message=message, remedy="cannot be exported")
+
+
+def experts_without_keys(model: ModelConfig) -> Iterator[Problem]:
+    """Options of a mixture of experts that the family has in no checkpoint of transformers."""
+    keys = FAMILIES[model.family].huggingface.experts
+    if model.num_experts and keys is None:
+        remedy = "family mixtral is llama with experts, qwen3_moe is qwen3 with experts"
+        message = "transformers has no such model with experts"
+        yield Problem(key="model.family", value=model.family, message=message, remedy=remedy)
+    off = {"num_shared_experts": 0, "first_dense_layers": 0, "router": "softmax", "num_expert_groups": 0}
+    if keys is not None and keys.norm_topk is None:
+        off["norm_topk"] = True
+    if keys is not None and keys.width == "intermediate_size":
+        off["mlp_dim"] = model.expert_mlp_dim
+    for name, value in off.items():
+        if model.num_experts and getattr(model, name) != value:
+            message = f"models of family {model.family} in transformers have {value!r}"
+            yield Problem(key=f"model.{name}", value=getattr(model, name), message=message, remedy="cannot be exported")
+
+
+def _experts(model: ModelConfig, keys: ExpertKeys) -> dict[str, object]:
+    written = dict.fromkeys(keys.num_experts, model.num_experts)
+    written |= {"num_experts_per_tok": model.top_k, keys.width: model.expert_mlp_dim}
+    return written if keys.norm_topk is None else written | {keys.norm_topk: model.norm_topk}
 
 
 def _rope(model: ModelConfig) -> dict[str, object]:

@@ -35,8 +35,8 @@ _LLAMA_3_2 = _LLAMA_3 | {
 }
 _QWEN_2_5 = {"family": "qwen2", "norm_eps": 1e-6, "rope_theta": 1e6}
 _QWEN_3 = {"family": "qwen3", "vocab_size": 151936, "norm_eps": 1e-6, "rope_theta": 1e6}
-_MIXTRAL = {"family": "llama", "norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "top_k": 2}
-_QWEN_3_MOE = _QWEN_3 | {"num_experts": 128, "top_k": 8}
+_MIXTRAL = {"family": "mixtral", "norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "top_k": 2}
+_QWEN_3_MOE = _QWEN_3 | {"family": "qwen3_moe", "num_experts": 128, "top_k": 8}
 _GEMMA = {
     "family": "gemma",
     "vocab_size": 256000,

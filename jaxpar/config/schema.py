@@ -60,9 +60,10 @@ class ModelConfig:
 
     preset: str | None = None
     """Public model name whose dimensions are used, e.g. "llama-3.1-8b"; ``jaxpar config --presets`` lists them."""
-    family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "gemma", "gpt2", "mixtral", "qwen3_moe"] = "llama"
     """Architecture: llama (2, 3, 3.1), qwen2 (qkv biases), qwen3 (qk-norm), gemma (GeGLU, 1 + w norms, scaled
-    embedding), gpt2 (learned positions, LayerNorm, biases, GELU)."""
+    embedding), gpt2 (learned positions, LayerNorm, biases, GELU),
+    mixtral (llama with experts), qwen3_moe (qwen3 with experts)."""
     vocab_size: NonNegative = 0
     """Number of token ids; 0 takes the tokenizer's."""
     vocab_multiple: Positive = 128
@@ -81,8 +82,7 @@ class ModelConfig:
     mlp_dim: NonNegative = 0
     """Width of the MLP's hidden layer."""
     num_experts: NonNegative = 0
-    """Routed experts of each mixture-of-experts block; 0: a dense model. Planned by ``jaxpar plan``; training: not
-    yet."""
+    """Routed experts of each mixture-of-experts block; 0: a dense model."""
     top_k: NonNegative = 0
     """Routed experts that each token uses; at least 1 and at most num_experts."""
     expert_mlp_dim: NonNegative = 0
@@ -91,6 +91,25 @@ class ModelConfig:
     """Experts that every token uses besides the routed ones, each expert_mlp_dim wide."""
     first_dense_layers: NonNegative = 0
     """Leading blocks with a dense MLP of mlp_dim instead of experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How affinities to experts are formed: a softmax over all of them, or each one's own sigmoid, balanced by a bias
+    that counts in the choice only (DeepSeek-V3)."""
+    norm_topk: Bool = True
+    """Scale the weights of a token's chosen experts to the sum 1."""
+    num_expert_groups: NonNegative = 0
+    """Groups of equal size that the experts are in, of which a token uses top_k_groups; 0: no groups."""
+    top_k_groups: NonNegative = 0
+    """Groups that a token chooses among, those whose two best experts are best together; at most num_expert_groups."""
+    balance_coef: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Coefficient of the load-balancing loss (the term of a row is 1 when its tokens are spread evenly; summed over
+    blocks, mean over rows weighted by their trained tokens)."""
+    router_z_coef: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Coefficient of the squared log-partition of the router's logits (ST-MoE), summed over blocks."""
+    balance_rate: Annotated[FiniteFloat, Field(ge=0)] = 0.001
+    """Sigmoid router: each step moves the bias of an expert by this much, down if it had more tokens than the mean."""
+    capacity_factor: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Tokens of a row that one expert takes at most, times what it would get if all got the same; the others pass it
+    by, counted as dropped. 0: no limit, nothing is dropped."""
     max_positions: NonNegative = 0
     """Length of the learned position table (gpt2); 0 for RoPE families, which have none."""
     tie_embeddings: Bool = False
@@ -122,7 +141,7 @@ class MeshConfig:
     fsdp: Int = 1
     """Devices that shard parameters, gradients and optimizer state; weights are gathered block by block."""
     expert: Int = 1
-    """Devices that shard the experts. Planned by ``jaxpar plan``; training: not yet."""
+    """Devices that shard the experts; outside of them one more fsdp axis, so it needs a mixture of experts."""
     context: Int = 1
     """Devices that shard the sequence everywhere, attention included, for rows too long for one device; outside
     attention it shards weights like fsdp. data.seq_len must divide by 2 x context."""
@@ -134,6 +153,14 @@ class MeshConfig:
     allgather collects a whole row's first. auto: ring where a device holds at least 2048 tokens of a row."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
     """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
+    expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"
+    """How tokens reach their experts: all_to_all sends each to the devices that need it; gather shows all tokens of the
+    axis to all its devices; auto takes what moves fewer rows, gather where mesh.expert is below model.top_k."""
+    expert_receive_factor: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Rows that a device makes room for, times what it would receive if all experts had the same load; 0: the worst
+    case, so nothing can overflow."""
+    expert_overflow: Literal["error", "drop"] = "error"
+    """Rows that find no room end the run, or are left out and counted."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

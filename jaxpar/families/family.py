@@ -25,6 +25,18 @@ LLAMA_KEYS: Mapping[str, str] = types.MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertKeys:
+    """Keys of config.json that describe a mixture of experts."""
+
+    num_experts: tuple[str, ...] = ("num_local_experts",)
+    """Names of the number of experts, one of which is read; all are written."""
+    width: str = "intermediate_size"
+    """Width of one expert."""
+    norm_topk: str | None = None
+    """Whether the weights of the chosen experts are scaled to the sum 1; without a key they are, an absent one: not."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HuggingFace:
     """How transformers stores a family: tensor names, and the keys of config.json."""
 
@@ -62,6 +74,8 @@ class HuggingFace:
     """Options with the value that our blocks have, whatever an original config.json says."""
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Keys without meaning for our blocks; an original config.json may have others."""
+    experts: ExpertKeys | None = None
+    """Keys of a mixture of experts; None: the family's blocks are dense."""
     layer_types: bool = False
     """Whether config.json names the kind of attention layer by layer."""
 

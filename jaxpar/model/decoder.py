@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
-from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
+from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel, spec_of
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
+from jaxpar.model.dispatch import Exchange
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
+from jaxpar.model.moe import MixtureOfExperts, Routing
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
@@ -56,11 +59,13 @@ def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
 
 
 class Stacked:
-    """Makes the parameters of all blocks, stacked on a leading dim; shapes follow from their logical axes."""
+    """Makes the parameters of a stack of blocks on a leading dim; shapes follow from their logical axes."""
 
-    def __init__(self, model: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self._sizes = {**dim_sizes(model), "norm": model.embed_dim}
-        self._std, self._num_layers = model.init_std, model.num_layers
+    def __init__(self, model: ModelConfig, num_layers: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        others = {"norm": model.embed_dim, "expert_embed": model.embed_dim, "router": model.num_experts}
+        self._sizes = {**dim_sizes(model), **others}
+        self._num_layers = num_layers
+        self._std, self._back_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
         self._dtype, self._rngs = dtype, rngs
 
     def into(self, *logical_axes: str) -> nnx.Param:
@@ -72,7 +77,7 @@ class Stacked:
 
         Two products per block add into it; this keeps its variance independent of depth (GPT-2, section 2.3).
         """
-        return self._make(nnx.initializers.normal(self._std / math.sqrt(2 * self._num_layers)), logical_axes)
+        return self._make(nnx.initializers.normal(self._back_std), logical_axes)
 
     def full(self, value: float, *logical_axes: str) -> nnx.Param:
         """Norm scales and biases."""
@@ -84,19 +89,29 @@ class Stacked:
 
 
 class Block(nnx.Module):
-    """All L blocks: attention and MLP, each behind a norm, added to the residual stream.
+    """A stack of L blocks: attention and MLP or experts, each behind a norm, added to the residual stream.
 
     The family's options (``jaxpar.families``) choose the parameters and the functions.
+
+    Args:
+        model: the whole model.
+        numerics: number formats.
+        new: makes the parameters of this stack.
+        exchange: how tokens reach their experts; None: a stack of dense blocks.
     """
 
-    def __init__(self, model: ModelConfig, numerics: Numerics, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, numerics: Numerics, new: Stacked, exchange: Exchange | None):
         self.model = model
         self.numerics = numerics
-        new = Stacked(model, dtype, rngs)
         self._new_norm("attention_norm", new)
         self._new_attention(new)
         self._new_norm("mlp_norm", new)
-        self._new_mlp(new)
+        if exchange is None:
+            self._new_mlp(new, "mlp")
+            return
+        self.moe = MixtureOfExperts(model, exchange, new.into, new.back, new.full)
+        if model.num_shared_experts:  # together they are a dense MLP
+            self._new_mlp(new, "shared_mlp")
 
     def _new_norm(self, name: str, new: Stacked) -> None:
         kind = FAMILIES[self.model.family].norm
@@ -120,20 +135,30 @@ class Block(nnx.Module):
         if family.linear_bias:
             self.o_bias = new.full(0, "norm")
 
-    def _new_mlp(self, new: Stacked) -> None:
+    def _new_mlp(self, new: Stacked, width: str) -> None:
         family = FAMILIES[self.model.family]
         if family.gated_mlp:
-            self.gate = new.into("embed", "mlp")
-        self.up = new.into("embed", "mlp")
-        self.down = new.back("mlp", "embed")
+            self.gate = new.into("embed", width)
+        self.up = new.into("embed", width)
+        self.down = new.back(width, "embed")
         if family.linear_bias:
-            self.up_bias = new.full(0, "mlp")
+            self.up_bias = new.full(0, width)
             self.down_bias = new.full(0, "norm")
 
-    def __call__(self, x_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
-        """One block: [B, S, D] -> [B, S, D]. The parameters have lost their L dim."""
+    def __call__(self, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
+        """One block: [B, S, D] -> [B, S, D], and what its router says. The parameters have lost their L dim."""
         x_bsd = x_bsd + self._attention(normalised(self, "attention_norm", x_bsd), info)
-        return x_bsd + self._mlp(normalised(self, "mlp_norm", x_bsd))
+        y_bsd = normalised(self, "mlp_norm", x_bsd)
+        if not hasattr(self, "moe"):
+            return x_bsd + self._mlp(y_bsd), {}
+        numerics = self.numerics
+        formats = (numerics.compute, numerics.reduce, numerics.remat)
+        entered_bsd = enter_block(y_bsd)
+        segment_ids_bs = reshard(info.segment_ids, P(*spec_of(entered_bsd).partitions[:2]))
+        routed_bsd, routing = self.moe(entered_bsd, spec_of(x_bsd), segment_ids_bs, *formats)
+        if self.model.num_shared_experts:
+            routed_bsd = routed_bsd + self._mlp(y_bsd)
+        return x_bsd + routed_bsd, routing
 
     def _attention(self, y_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
         """What attention adds to the residual stream; in and out laid out as between blocks."""
@@ -183,7 +208,13 @@ class Decoder(nnx.Module):
     """Embedding of tokens (and positions), L blocks, final norm and output head (absent when tied)."""
 
     def __init__(
-        self, model: ModelConfig, precision: PrecisionConfig, remat: str, rngs: nnx.Rngs, context_mode: str = "auto"
+        self,
+        model: ModelConfig,
+        precision: PrecisionConfig,
+        remat: str,
+        rngs: nnx.Rngs,
+        context_mode: str = "auto",
+        exchange: Exchange | None = None,
     ):
         self.model = model
         self.numerics = Numerics.of(precision, remat, context_mode)
@@ -197,7 +228,11 @@ class Decoder(nnx.Module):
         family = FAMILIES[model.family]
         if family.learned_positions:
             self.positions = _param(init(rngs.params(), (model.max_positions, D), dtype), "positions", "embed")
-        self.layers = Block(model, self.numerics, dtype, rngs)
+        num_dense = model.first_dense_layers if model.num_experts else 0
+        if num_dense:
+            self.dense_layers = Block(model, self.numerics, Stacked(model, num_dense, dtype, rngs), None)
+        new = Stacked(model, model.num_layers - num_dense, dtype, rngs)
+        self.layers = Block(model, self.numerics, new, (exchange or Exchange()) if model.num_experts else None)
         self.final_norm = _param(jnp.full((D,), NORM_START[family.norm], dtype), "norm")
         if family.norm == "layer":
             self.final_norm_bias = _param(jnp.zeros((D,), dtype), "norm")
@@ -206,24 +241,41 @@ class Decoder(nnx.Module):
             self.head = _param(head, "embed", "vocab")
 
     def hidden(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
-        """Final hidden states [B, S, D], normalised, laid out as between blocks: with a context axis in zig-zag order.
+        """``hidden_and_routing`` without the routing."""
+        return self.hidden_and_routing(tokens_bs, positions_bs, segment_ids_bs)[0]
+
+    def hidden_and_routing(
+        self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array
+    ) -> tuple[jax.Array, Routing]:
+        """Final hidden states [B, S, D], normalised, laid out as between blocks (with a context axis in zig-zag order),
+        and the routing of all blocks.
 
         Args:
             tokens_bs: int32 [B, S], natural order, S whole; so are the others.
             positions_bs: int32 [B, S], position of each token in its document; below ``max_positions`` if learned.
             segment_ids_bs: int32 [B, S], see ``SequenceInfo``.
+
+        Returns:
+            The states, and ``Routing`` with a leading L (blocks with experts); empty for a dense model.
         """
         info = self.sequence_info(positions_bs, segment_ids_bs)
-        graph, weights = nnx.split(self.layers)
+        x_bsd = self.embedded(tokens_bs, positions_bs)
+        if hasattr(self, "dense_layers"):
+            x_bsd, _ = self._run(self.dense_layers, x_bsd, info)
+        x_bsd, routing = self._run(self.layers, x_bsd, info)
+        return normalised(self, "final_norm", x_bsd), routing
 
-        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, weights)(x, info), None
+    def _run(self, blocks: Block, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
+        """All blocks of a stack in turn."""
+        graph, weights = nnx.split(blocks)
+
+        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, Routing]:
+            return nnx.merge(graph, weights)(x, info)
 
         if self.numerics.remat == "full":
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-        x_bsd, _ = jax.lax.scan(layer, self.embedded(tokens_bs, positions_bs), weights)
-        return normalised(self, "final_norm", x_bsd)
+        return jax.lax.scan(layer, x_bsd, weights)
 
     def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:
         """What enters the first block: [B, S, D]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jaxpar.config.schema import OptimConfig
+from jaxpar.model.moe import BIAS
 from jaxpar.plan.param_views import is_hidden_matrix, role_of
 
 
@@ -12,11 +13,14 @@ def decay_mask(optim: OptimConfig, logical_axes: dict) -> dict:
     """Which parameters weight decay applies to, by role: a nested dict of booleans.
 
     A parameter's role follows from its name: norms (name ends in ``norm`` or ``scale``), biases (name ends in
-    ``bias``), embeddings (name is ``embedding`` or ``positions``), and weights and heads, which always decay.
+    ``bias``), embeddings (name is ``embedding`` or ``positions``), and weights and heads, which always decay. The
+    balance bias of a router never decays: the step moves it, not its gradient.
     """
     decays = {"norm": optim.decay_norms, "bias": optim.decay_biases, "embedding": optim.decay_embeddings}
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: decays.get(role_of(path[-1].key), True), logical_axes, is_leaf=is_axes
+        lambda path, _: path[-1].key != BIAS and decays.get(role_of(path[-1].key), True),
+        logical_axes,
+        is_leaf=is_axes,
     )
 
 

@@ -93,8 +93,7 @@ def axis_shards_something(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             key="mesh.expert",
             value=facts.config.mesh.expert,
-            message=f"axis expert ({size}) shards nothing: the model has no experts "
-            "(model.num_experts is 0; training mixtures of experts: not yet)",
+            message=f"axis expert ({size}) shards nothing: the model has no experts (model.num_experts is 0)",
             remedy="mesh.expert=1; to shard a dense model over these devices use mesh.fsdp",
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from jaxpar.config.dims import dims_problems
 from jaxpar.config.errors import Problem
+from jaxpar.config.schema import ModelConfig
 from jaxpar.families import FAMILIES
 from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.facts import EMBED_AXES, Facts
@@ -160,7 +161,10 @@ def experts_consistent(facts: Facts) -> Iterator[Problem]:
     """Settings of a mixture of experts go together."""
     model = facts.model
     if not model.num_experts:
-        for name in ("top_k", "expert_mlp_dim", "num_shared_experts", "first_dense_layers"):
+        for name in (
+            *("top_k", "expert_mlp_dim", "num_shared_experts", "first_dense_layers", "num_expert_groups"),
+            *("top_k_groups", "balance_coef", "router_z_coef", "capacity_factor"),
+        ):
             if value := getattr(model, name):
                 yield Problem(
                     key=f"model.{name}",
@@ -168,7 +172,16 @@ def experts_consistent(facts: Facts) -> Iterator[Problem]:
                     message="does nothing: model.num_experts is 0, so this is a dense model",
                     remedy=f"set model.num_experts, or remove model.{name}",
                 )
+        if FAMILIES[model.family].huggingface.experts:
+            yield Problem(
+                key="model.num_experts",
+                value=0,
+                message=f"family {model.family} has experts in every block",
+                remedy="set model.num_experts and model.top_k",
+            )
         return
+    yield from _family_with_experts(model)
+    yield from _expert_groups(model)
     if not 1 <= model.top_k <= model.num_experts:
         yield Problem(
             key="model.top_k",
@@ -182,6 +195,46 @@ def experts_consistent(facts: Facts) -> Iterator[Problem]:
             value=model.first_dense_layers,
             message=f"leaves no block with experts (model.num_layers = {model.num_layers})",
             remedy="make it smaller, or model.num_experts=0 for a dense model",
+        )
+
+
+def _family_with_experts(model: ModelConfig) -> Iterator[Problem]:
+    """Experts are gated MLPs without biases; blocks that are otherwise have none."""
+    able = [name for name, f in FAMILIES.items() if f.gated_mlp and not f.linear_bias and f.activation == "silu"]
+    if model.family not in able:
+        yield Problem(
+            key="model.num_experts",
+            value=model.num_experts,
+            message=f"blocks of family {model.family} have no experts",
+            remedy=f"model.num_experts=0, or one of the families {', '.join(able)}",
+        )
+
+
+def _expert_groups(model: ModelConfig) -> Iterator[Problem]:
+    """Groups of equal size, of which enough are chosen to hold top_k experts."""
+    groups, chosen = model.num_expert_groups, model.top_k_groups
+    if not groups:
+        if chosen:
+            message = "does nothing: model.num_expert_groups is 0, so there are no groups to choose"
+            remedy = "set model.num_expert_groups, or remove model.top_k_groups"
+            yield Problem(key="model.top_k_groups", value=chosen, message=message, remedy=remedy)
+        return
+    if model.num_experts % groups:
+        yield Problem(
+            key="model.num_expert_groups",
+            value=groups,
+            message=f"{model.num_experts} experts do not divide by {groups} groups",
+            remedy=f"use one of {_divisors(model.num_experts)}",
+        )
+        return
+    least = -(-model.top_k // (model.num_experts // groups))
+    if not least <= chosen <= groups:
+        yield Problem(
+            key="model.top_k_groups",
+            value=chosen,
+            message=f"of {groups} groups of {model.num_experts // groups} experts, a token with top_k {model.top_k} "
+            "chooses enough to hold them",
+            remedy=f"set model.top_k_groups from {least} to {groups}",
         )
 
 

@@ -46,7 +46,7 @@ class ParameterCount:
     mlp: int
     """Dense MLPs and shared experts of all blocks, biases included."""
     router: int
-    """Routers of all mixture-of-experts blocks; 0 in a dense model."""
+    """Routers of all mixture-of-experts blocks, balance biases included; 0 in a dense model."""
     experts: int
     """Routed experts of all blocks."""
     norms: int
@@ -142,6 +142,8 @@ def _mlp_kinds(model: ModelConfig) -> list[ParamKind]:
             kinds.append(ParamKind(name="mlp down bias", group="mlp", dims=(dense, "embed"), replicated=True))
     if model.num_experts:
         kinds.append(ParamKind(name="router", group="router", dims=(moe, "embed", "experts"), replicated=True))
+        if model.router == "sigmoid":
+            kinds.append(ParamKind(name="balance bias", group="router", dims=(moe, "experts"), replicated=True))
         kinds += matrices("expert", "experts", (moe, "experts"), "expert_mlp")
     if model.num_experts and model.num_shared_experts:
         kinds += matrices("shared expert", "mlp", (moe,), "shared_mlp")

@@ -225,7 +225,7 @@ def _explanation(task: Task, ranked: Sequence[Evaluation]) -> Iterator[str]:
         yield "the winner is plain FSDP"
     else:
         yield f"plain FSDP ({mesh_words(plain.mesh)}): {why_not(task, plain, ranked)}"
-    if task.shape.num_experts == 0 and not trains_today(winner.layout):
+    if not trains_today(winner.layout):
         today = next((evaluation for evaluation in ranked if trains_today(evaluation.layout)), None)
         if today is not None:
             words, behind = layout_words(today.layout), slower_because(winner, today)

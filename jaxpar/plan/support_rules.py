@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxpar.config.errors import Problem
 from jaxpar.plan.facts import Facts
 
-_TRAINABLE_AXES = "data, fsdp, context and tensor axes work"
+_TRAINABLE_AXES = "data, fsdp, expert, context and tensor axes work"
 
 
 def pipeline_axis(facts: Facts) -> Iterator[Problem]:
@@ -17,19 +17,13 @@ def pipeline_axis(facts: Facts) -> Iterator[Problem]:
 
 def context_combinations(facts: Facts) -> Iterator[Problem]:
     """Context parallelism together with what it has not been proven with."""
-    if facts.mesh.get("context", 1) == 1:
-        return
-    for key, value, applies in (
-        ("mesh.pipeline", facts.config.mesh.pipeline, facts.mesh.get("pipeline", 1) > 1),
-        ("model.num_experts", facts.model.num_experts, facts.model.num_experts > 0),
-    ):
-        if applies:
-            yield Problem(
-                key=key,
-                value=value,
-                message=f"together with mesh.context = {facts.mesh['context']}: not yet",
-                remedy="set mesh.context=1; context works with data, fsdp and tensor axes and dense models",
-            )
+    if facts.mesh.get("context", 1) > 1 and facts.mesh.get("pipeline", 1) > 1:
+        yield Problem(
+            key="mesh.pipeline",
+            value=facts.config.mesh.pipeline,
+            message=f"together with mesh.context = {facts.mesh['context']}: not yet",
+            remedy="set mesh.context=1; context works with data, fsdp, expert and tensor axes",
+        )
 
 
 def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
@@ -46,14 +40,25 @@ def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def dense_model(facts: Facts) -> Iterator[Problem]:
-    """Mixtures of experts are planned, not trained."""
-    if facts.model.num_experts:
+def experts_in_pipeline(facts: Facts) -> Iterator[Problem]:
+    """Pipelines of blocks with experts."""
+    if facts.model.num_experts and facts.mesh.get("pipeline", 1) > 1:
         yield Problem(
             key="model.num_experts",
             value=facts.model.num_experts,
-            message="training mixture-of-experts models: not yet (`jaxpar plan` plans them)",
-            remedy="dense presets work; `jaxpar config --presets` says which models train",
+            message=f"experts in a pipeline (mesh.pipeline is {facts.mesh['pipeline']}): not yet",
+            remedy="mesh.pipeline=1; data, fsdp, expert, context and tensor axes work",
+        )
+
+
+def capacity_over_context(facts: Facts) -> Iterator[Problem]:
+    """A capacity per row, where a row lies on several devices."""
+    if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:
+        yield Problem(
+            key="model.capacity_factor",
+            value=facts.model.capacity_factor,
+            message="counts the tokens of a row, which the context axis splits: not yet",
+            remedy="model.capacity_factor=0 (nothing is dropped), or mesh.context=1",
         )
 
 

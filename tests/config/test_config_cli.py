@@ -85,8 +85,7 @@ def test_presets_are_listed_with_exact_counts():
     shown = {line.split()[0]: line.split() for line in lines[1:]}
     assert set(shown) == set(PRESETS)
     assert "8,030,261,248" in shown["llama-3.1-8b"]
-    assert "yet" not in shown["gemma-2b"] + shown["gpt2-124m"]
-    assert shown["mixtral-8x7b"][-3:] == ["8", "not", "yet"]
+    assert shown["mixtral-8x7b"][-1] == "8"
     listed = json.loads(run("--presets", "--json").stdout)
     assert {row["preset"]: row["params"] for row in listed["presets"]}["qwen3-0.6b"] == 596_049_920
 

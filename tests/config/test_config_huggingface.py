@@ -139,6 +139,10 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
         ("llama", {"num_hidden_layers": None}, "num_hidden_layers"),
         ("llama", {"hidden_size": 60, "head_dim": None}, "head_dim"),
         ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ("gemma", {"hidden_activation": "silu"}, "hidden_activation"),
         ("gemma", {"hidden_act": "relu", "hidden_activation": None}, "hidden_act"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -160,11 +164,15 @@ def test_every_refused_key_is_named_at_once(tmp_path):
     assert all(key in message for key in ("mlp_bias", "hidden_act", "hidden_size"))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_planned_families_are_not_yet(name):
-    message = message_of(HF / name)
-    assert "not yet" in message
-    assert "model.embed_dim" not in message  # one message, not also the dims that it would have brought
+@pytest.mark.parametrize(("name", "width"), [("mixtral", 112), ("qwen3_moe", 48)])
+def test_experts_come_from_the_directory(name, width, tmp_path):
+    model = load_config(None, [f"model.init_from=hf:{HF / name}"]).model
+    assert (model.family, model.num_experts, model.top_k, model.expert_mlp_dim) == (name, 8, 2, width)
+    assert model.norm_topk
+    assert "model.num_experts" in message_of(HF / name, ["model.num_experts=4"])
+    other = {"num_experts": 8, "norm_topk_prob": False}
+    settings = read_model_settings(directory_with(tmp_path, "qwen3_moe", other, removed=["num_local_experts"]))
+    assert (settings["num_experts"], settings["norm_topk"]) == (8, False)
 
 
 def test_biases_of_qwen2_do_not_depend_on_attention_bias(tmp_path):

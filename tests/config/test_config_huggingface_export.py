@@ -14,7 +14,7 @@ from jaxpar.config.schema import ModelConfig, RopeScaling
 from jaxpar.families import FAMILIES
 
 HF = Path(__file__).parents[1] / "data" / "hf"
-ORACLES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2")
+ORACLES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2", "mixtral", "qwen3_moe")
 
 LEFT_ASIDE = {
     "bos_token_id": "the tokenizer's, not the model's",
@@ -40,6 +40,8 @@ def settings_of(model):
     """What read_model_settings gives for a model, from the model itself."""
     names = ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "family", "num_kv_heads", "head_dim")
     names += ("tie_embeddings", "norm_eps")
+    if model.num_experts:
+        names += ("num_experts", "top_k", "expert_mlp_dim", "norm_topk")
     if FAMILIES[model.family].learned_positions:
         return {name: getattr(model, name) for name in (*names, "max_positions")}
     scaling = None if model.rope_scaling is None else dataclasses.asdict(model.rope_scaling)
@@ -87,6 +89,7 @@ def test_what_transformers_wrote_is_written_again(name):
         key: value for key, value in theirs.items() if key not in LEFT_ASIDE
     }
     older = set() if FAMILIES[model.family].learned_positions else {"rope_theta", "rope_scaling"}
+    older |= {"num_experts"} if name == "qwen3_moe" else set()
     assert ours.keys() - theirs.keys() == {*older, "torch_dtype"}
     again = write_model_settings(model, "float32", original=theirs)
     assert {key: again[key] for key in theirs} == theirs

@@ -27,7 +27,7 @@ from jaxpar.state import ModelDefinition
 from tests.checkpoint.arrays import ArrayReader, whole
 from tests.parity.harness import DATA
 
-ORACLES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2")
+ORACLES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2", "mixtral", "qwen3_moe")
 
 
 def model_of(name):

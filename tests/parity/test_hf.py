@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxpar
 from jaxpar.config.huggingface import read_model_settings
@@ -15,10 +16,12 @@ from jaxpar.hf import hf_params
 from jaxpar.step import accumulate, matmul_precision
 from tests.parity.harness import DATA, build, gradient_errors, placed
 
-FAMILIES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2")
+FAMILIES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2", "mixtral", "qwen3_moe")
 ONE, FSDP, FSDP_TENSOR, HYBRID = {}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}
+EXPERT_MESHES = ({"expert": 2}, {"expert": 4}, {"expert": 2, "tensor": 2}, {"fsdp": 2, "expert": 2})
 # Gemma has one kv head, which tensor = 2 does not divide.
 MESHES = {name: (ONE, FSDP, HYBRID if name == "gemma" else FSDP_TENSOR) for name in FAMILIES}
+MESHES |= dict.fromkeys(("mixtral", "qwen3_moe"), (ONE, FSDP_TENSOR, *EXPERT_MESHES))
 QUICK = [
     ("llama31", ONE),
     ("qwen2", FSDP_TENSOR),
@@ -26,6 +29,7 @@ QUICK = [
     ("llama", FSDP_TENSOR),
     ("gemma", FSDP),
     ("gpt2", FSDP_TENSOR),
+    ("mixtral", {"expert": 2, "tensor": 2}),
 ]
 FULL = [(family, mesh) for family in FAMILIES for mesh in MESHES[family] if (family, mesh) not in QUICK]
 
@@ -77,8 +81,28 @@ def check(family, mesh, scratch):
 def oracle_gradients(directory: Path, program, scratch: Path) -> dict:
     """Gradients as transformers wrote them, under the parameters' names, so that they read like weights."""
     shutil.copy(directory / "grads.safetensors", scratch / "model.safetensors")
+    if program.config.model.num_experts:
+        split_experts(scratch / "model.safetensors", mixtral=program.config.model.family == "mixtral")
     grads = hf_params(scratch, program.config.model, program.definition, program.mesh, "float32")
     return jax.device_get(grads)
+
+
+def split_experts(path: Path, *, mixtral: bool) -> None:
+    """In memory transformers 5 has a layer's experts in one array, gate and up side by side; on disk it has not."""
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    split = {}
+    for name, values in load_file(path).items():
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        place, _, array = name.rpartition(".experts.")
+        if array not in ("gate_up_proj", "down_proj"):
+            split[name] = values
+            continue
+        for expert, matrix in enumerate(values):
+            parts = np.split(matrix, 2) if array == "gate_up_proj" else [matrix]
+            for part, values_of_part in zip((gate, up) if len(parts) == 2 else (down,), parts, strict=True):
+                split[f"{place}.experts.{expert}.{part}.weight"] = np.ascontiguousarray(values_of_part)
+    save_file(split, path)
 
 
 @pytest.mark.parametrize(("family", "mesh"), QUICK, ids=str)
