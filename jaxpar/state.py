@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.optim import first_average
 from jaxpar.sharding import spec_for
 
 
@@ -27,6 +29,14 @@ class TrainState:
     """Nested dict of parameters in their master dtype."""
     optimizer: optax.OptState
     """Mirrors ``params`` leaf by leaf; scalars are replicated on the mesh."""
+    ema: dict | None = None
+    """Moving average of ``params`` in float32, with their shardings; None without ``optim.ema_decay``."""
+
+    @property
+    def sections(self) -> dict[str, object]:
+        """What is saved, by name; the step is in a checkpoint's metadata."""
+        sections = {"params": self.params, "optimizer": self.optimizer, "ema": self.ema}
+        return {name: tree for name, tree in sections.items() if tree is not None}
 
 
 class ModelDefinition:
@@ -45,20 +55,36 @@ class ModelDefinition:
         return nnx.to_pure_dict(self._state)
 
     @property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params))
+
+    @property
     def axes_by_path(self) -> dict[tuple[str, ...], tuple[str, ...]]:
         """Logical axes of every parameter, by its path in the nested dict of params.
 
         Raises:
-            ValueError: a parameter without ``logical_axes``; names it.
+            ValueError: a parameter without ``logical_axes``, or with another number of them than dims, or a variable
+                that is no parameter; names it.
         """
 
         def axes(path: tuple, param: nnx.Param) -> tuple[str, ...]:
+            if not isinstance(param, nnx.Param):
+                raise ValueError(
+                    f"{'.'.join(map(str, path))} is a {type(param).__name__}: only nnx.Param variables are trained and "
+                    "saved; state that changes in the forward pass (BatchNorm, Dropout's keys) is not"
+                )
             if "logical_axes" not in param.get_metadata():
                 raise ValueError(
                     f"parameter {'.'.join(map(str, path))} has no logical axes; create it with "
                     f'nnx.Param(value, logical_axes=("embed", "mlp")), one name per dim'
                 )
-            return param.logical_axes
+            if len(param.logical_axes) != len(param.shape):
+                raise ValueError(
+                    f"parameter {'.'.join(map(str, path))} has logical axes {tuple(param.logical_axes)} for shape "
+                    f"{tuple(param.shape)}; give one name per dim"
+                )
+            return tuple(param.logical_axes)
 
         return {tuple(map(str, path)): axes(path, param) for path, param in nnx.to_flat_state(self._state)}
 
@@ -107,26 +133,39 @@ def _name(path: tuple) -> str:
 
 
 def make_init(
-    definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh
+    definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh, *, averages: bool = False
 ) -> Callable[[jax.Array], TrainState]:
     """Function from a PRNG key to a TrainState; call under jit and ``jax.set_mesh(mesh)``."""
 
     def init(key: jax.Array) -> TrainState:
-        return fresh_state(definition.init(key, mesh), optimizer)
+        return fresh_state(definition.init(key, mesh), optimizer, averages=averages)
 
     return init
 
 
-def fresh_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
-    """State at step 0 of given parameters; optimizer state takes their shardings."""
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer.init(params))
+def fresh_state(params: dict, optimizer: optax.GradientTransformation, *, averages: bool = False) -> TrainState:
+    """State at step 0 of given parameters; optimizer state takes their shardings.
+
+    Args:
+        params: Nested dict of parameters.
+        optimizer: Whose state is made.
+        averages: Whether the state has a moving average of the parameters.
+    """
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer=optimizer.init(params),
+        ema=first_average(params) if averages else None,
+    )
 
 
-def abstract_state(definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh, *, averages: bool = False
+) -> TrainState:
     """Shapes, dtypes and shardings of the whole state: all that planning, restoring and reporting need."""
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(
-            partial(fresh_state, optimizer=optimizer),
+            partial(fresh_state, optimizer=optimizer, averages=averages),
             definition.abstract_on(mesh),
         )
 
