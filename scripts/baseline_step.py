@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -83,7 +84,7 @@ SPECS = {
         "norm_mlp": P(None, None),
     },
 }
-BATCH = P("fsdp")
+BATCH = P(("data", "fsdp"))
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
 
 
@@ -137,17 +138,18 @@ def block(x_bsd: jax.Array, sharded: dict) -> jax.Array:
 
 def cross_entropy(x_bsd: jax.Array, head_dv: jax.Array, targets_bs: jax.Array) -> jax.Array:
     """Sum of the negative log-likelihoods of the targets."""
-    logits_bsv = constrain(x_bsd @ head_dv, P("fsdp", None, "tensor"))
+    logits_bsv = constrain(x_bsd @ head_dv, P(("data", "fsdp"), None, "tensor"))
     highest = lax.stop_gradient(logits_bsv.max(axis=-1))
     log_partition = jnp.log(jnp.exp(logits_bsv - highest[..., None]).sum(axis=-1)) + highest
     return (log_partition - jnp.take_along_axis(logits_bsv, targets_bs[..., None], axis=-1)[..., 0]).sum()
 
 
-def loss(weights: dict, tokens: jax.Array) -> jax.Array:
+def loss(weights: dict, tokens: jax.Array, remat: str) -> jax.Array:
     """Mean next-token loss of tokens [B, S + 1]."""
+    layer = block if remat == "none" else jax.checkpoint(block)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x_bsd = constrain(jnp.take(gather(weights["embed"], SPECS["embed"]), inputs, axis=0), BATCH)
-    x_bsd, _ = lax.scan(lambda x, layer: (jax.checkpoint(block)(x, layer), None), x_bsd, weights["layers"])
+    x_bsd, _ = lax.scan(lambda x, weights: (layer(x, weights), None), x_bsd, weights["layers"])
     x_bsd = rms_norm(x_bsd, weights["norm"])
     return cross_entropy(x_bsd, gather(weights["head"], SPECS["head"]), targets) / targets.size
 
@@ -164,10 +166,10 @@ def adamw(weights: dict, first: dict, second: dict, gradients: dict, step: jax.A
     return jax.tree.map(update, weights, first, second), first, second
 
 
-def train_step(state: tuple, tokens: jax.Array) -> tuple[tuple, jax.Array]:
+def train_step(state: tuple, tokens: jax.Array, *, remat: str = "full") -> tuple[tuple, jax.Array]:
     """One optimizer step: state is (weights, first moments, second moments, step count)."""
     weights, first, second, step = state
-    value, gradients = jax.value_and_grad(loss)(weights, tokens)
+    value, gradients = jax.value_and_grad(loss)(weights, tokens, remat)
     step = step + 1
     return (*adamw(weights, first, second, gradients, step.astype(jnp.float32)), step), value
 
@@ -196,6 +198,25 @@ def random_batches(shape: Shape, count: int) -> list[np.ndarray]:
     return [rng.integers(0, shape.vocab_size, size, dtype=np.int32) for _ in range(count)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Devices of each axis, and what the backward pass computes again."""
+
+    data: int = 1
+    """Replicas."""
+    fsdp: int = 1
+    """Devices that shard the weights; the batch is split over them and the replicas."""
+    tensor: int = 1
+    """Devices that shard heads, MLP width and vocabulary."""
+    remat: str = "full"
+    """``none`` or ``full``; jaxpar knows more."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all axes."""
+        return self.data * self.fsdp * self.tensor
+
+
 @dataclass(frozen=True)
 class BuiltStep:
     """A compiled step with the state and the batches that it is run on."""
@@ -210,9 +231,10 @@ class BuiltStep:
     compile_s: float
 
 
-def build(shape: Shape, fsdp: int, tensor: int) -> BuiltStep:
+def build(shape: Shape, layout: Layout) -> BuiltStep:
     """Creates the state sharded and compiles the step."""
-    mesh = jax.make_mesh((fsdp, tensor), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    sizes = (layout.data, layout.fsdp, layout.tensor)
+    mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
     def shardings(specs):
         is_spec = {"is_leaf": lambda node: isinstance(node, P)}
@@ -223,7 +245,9 @@ def build(shape: Shape, fsdp: int, tensor: int) -> BuiltStep:
         state = jax.jit(lambda key: init_state(shape, key), out_shardings=state_shardings)(jax.random.key(0))
         batches = [jax.device_put(batch, NamedSharding(mesh, BATCH)) for batch in random_batches(shape, 4)]
         started = time.perf_counter()
-        step = jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, shardings(P())))
+        step = jax.jit(
+            partial(train_step, remat=layout.remat), donate_argnums=0, out_shardings=(state_shardings, shardings(P()))
+        )
         lowered = step.lower(state, batches[0])
         traced = time.perf_counter()
         compiled = lowered.compile()
@@ -270,14 +294,16 @@ def use_fake_cpu_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def main(description: str, build_step: Callable[[Shape, int, int], BuiltStep]) -> None:
+def main(description: str, build_step: Callable[[Shape, Layout], BuiltStep]) -> None:
     """Command line: the mesh, the number of steps, every field of Shape, and where to write the compiled program.
 
     Args:
         description: what is measured, for --help.
-        build_step: from (shape, fsdp devices, tensor devices) to the step to measure.
+        build_step: from (shape, layout) to the step to measure.
     """
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", type=int, default=1, help="replicas")
+    parser.add_argument("--remat", default="full", help="what the backward pass computes again")
     parser.add_argument("--fsdp", type=int, default=1, help="devices that shard the batch and the weights")
     parser.add_argument("--tensor", type=int, default=1, help="devices that shard heads, MLP width and vocabulary")
     parser.add_argument("--steps", type=int, default=14)
@@ -285,10 +311,11 @@ def main(description: str, build_step: Callable[[Shape, int, int], BuiltStep]) -
     for field in dataclasses.fields(Shape):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     options = vars(parser.parse_args())
-    fsdp, tensor, steps, hlo = (options.pop(name) for name in ("fsdp", "tensor", "steps", "hlo"))
-    use_fake_cpu_devices(fsdp * tensor)
+    layout = Layout(**{field.name: options.pop(field.name) for field in dataclasses.fields(Layout)})
+    steps, hlo = options.pop("steps"), options.pop("hlo")
+    use_fake_cpu_devices(layout.num_devices)
     shape = Shape(**options)
-    built = build_step(shape, fsdp, tensor)
+    built = build_step(shape, layout)
     if hlo:
         hlo.write_text(built.compiled.as_text())
     print(json.dumps(report(shape, built, run(built, steps))))

@@ -1,15 +1,18 @@
 """How close jaxpar's step comes to the practical limit: jaxpar and scripts/baseline_step.py, alternating in one run.
 
-    python scripts/bench_step.py                    # about a quarter of an hour on 2 quiet cores
+    python scripts/bench_step.py                    # about half an hour on 2 quiet cores
     python scripts/bench_step.py --quick --json bench.json
+    python scripts/bench_step.py --case fsdp=8 --case "fsdp=4 x tensor=2"
 
-Every measurement is a process of its own. On one device and on fsdp=8 (fake CPU devices) each round runs the baseline's
-step, jaxpar's step and `jaxpar train`, in this order; ratios are taken within a round, so that a slow minute of the
-machine hits both sides, and the median over rounds is reported. Goals: step time <= 1.05 x the baseline, trace and
-compile <= 1.5 x, process start to first step <= 10 s, loop overhead <= 2% of a 200 ms step.
+Every measurement is a process of its own, on fake CPU devices. Each round of a case runs the baseline's step, jaxpar's
+step and, on one device and fsdp=8, `jaxpar train`, in this order; ratios are taken within a round, so that a slow
+minute of the machine hits both sides, and the median over rounds is reported. Goals: step time <= 1.05 x the baseline,
+trace and compile <= 1.5 x, process start to first step <= 10 s, loop overhead <= 2% of a 200 ms step.
 
-Both sides must do the same matrix products: their FLOPs, counted in the compiled programs with loop trip counts, may
-differ by 2% at most, else the comparison means nothing and the exit code is 1. A missed goal is only shown.
+Other remat modes than full are compared with a baseline that recomputes as little as it can say: none with none,
+selective with full. Except in this last case both sides must do the same matrix products: their FLOPs, counted in the
+compiled programs with loop trip counts, may differ by 2% at most, else the comparison means nothing and the
+exit code is 1. A missed goal is only shown.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from baseline_step import Shape
+from baseline_step import Layout, Shape
 from product_step import overrides
 from rich.console import Console
 from rich.table import Table
@@ -46,12 +49,19 @@ out of the weight decay. The compiler's own FLOP count includes them, and counts
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, on how many fake devices (all on the fsdp axis), for how many steps per process."""
+    """What is trained, on which fake devices, for how many steps per process."""
 
     name: str
     shape: Shape
-    fsdp: int
+    layout: Layout
     steps: int
+    with_train: bool = True
+    """Whether `jaxpar train` is measured too."""
+
+    @property
+    def same_products(self) -> bool:
+        """Whether the baseline can do the same matrix products."""
+        return self.layout.remat in ("none", "full")
 
 
 @dataclass(frozen=True)
@@ -85,18 +95,22 @@ class TrainRun:
 
 @dataclass(frozen=True)
 class Round:
-    """The three processes of one round."""
+    """The processes of one round."""
 
     baseline: StepRun
     product: StepRun
-    train: TrainRun
+    train: TrainRun | None
 
 
 def run_step(script: str, case: Case, directory: Path) -> StepRun:
     """Runs one of the two step scripts in a process of its own."""
     hlo = directory / "step.hlo"
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in dataclasses.asdict(case.shape).items()]
-    command = [sys.executable, str(SCRIPTS / script), f"--fsdp={case.fsdp}", f"--steps={case.steps}", f"--hlo={hlo}"]
+    layout = dataclasses.asdict(case.layout)
+    if script == "baseline_step.py" and not case.same_products:
+        layout["remat"] = "full"
+    settings = {**layout, "steps": case.steps, "hlo": hlo}
+    command = [sys.executable, str(SCRIPTS / script), *(f"--{name}={value}" for name, value in settings.items())]
     started = time.time()
     result = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if result.returncode:
@@ -127,7 +141,7 @@ def run_product(case: Case, directory: Path) -> TrainRun:
         "checkpoint.final=false",
         "runtime.compilation_cache=off",
     ]
-    command = [sys.executable, "-m", "jaxpar", "train", *overrides(case.shape, case.fsdp, 1), *settings]
+    command = [sys.executable, "-m", "jaxpar", "train", *overrides(case.shape, case.layout), *settings]
     first_step_s = 0.0
     with (directory / "train.log").open("w+") as log:
         started = time.perf_counter()
@@ -154,7 +168,8 @@ def run_rounds(case: Case, rounds: int, console: Console) -> list[Round]:
             with console.status(f"{case.name}: round {number} of {rounds}"):
                 baseline = run_step("baseline_step.py", case, directory)
                 product = run_step("product_step.py", case, directory)
-                done.append(Round(baseline, product, run_product(case, directory)))
+                train = run_product(case, directory) if case.with_train else None
+                done.append(Round(baseline, product, train))
     return done
 
 
@@ -165,15 +180,17 @@ def median_of(rounds: list[Round], value) -> float:
 
 def summary(rounds: list[Round]) -> dict[str, float]:
     """The numbers that have goals, and those that explain them."""
-    return {
+    numbers = {
         "step_ratio": median_of(rounds, lambda r: r.product.step_s / r.baseline.step_s),
         "step_cpu_ratio": median_of(rounds, lambda r: r.product.step_cpu_s / r.baseline.step_cpu_s),
-        "train_step_ratio": median_of(rounds, lambda r: r.train.step_s / r.baseline.step_s),
         "compile_ratio": median_of(rounds, lambda r: r.product.build_s / r.baseline.build_s),
-        "first_step_s": median_of(rounds, lambda r: r.train.first_step_s),
         "matmul_flops_ratio": median_of(rounds, lambda r: r.product.matmul_flops / r.baseline.matmul_flops),
         "compiler_flops_ratio": median_of(rounds, lambda r: r.product.compiler_flops / r.baseline.compiler_flops),
     }
+    if rounds[0].train:
+        numbers["train_step_ratio"] = median_of(rounds, lambda r: r.train.step_s / r.baseline.step_s)
+        numbers["first_step_s"] = median_of(rounds, lambda r: r.train.first_step_s)
+    return numbers
 
 
 def loop_overhead_s(rounds: list[Round]) -> float:
@@ -184,6 +201,7 @@ def loop_overhead_s(rounds: list[Round]) -> float:
 def case_table(case: Case, rounds: list[Round]) -> Table:
     """Baseline, jaxpar, ratio and goal of one case."""
     numbers = summary(rounds)
+    most_products = 1 + MAX_FLOPS_DIFFERENCE if case.same_products else None
     table = Table(title=f"{case.name}, median of {len(rounds)} rounds of {case.steps} steps")
     table.add_column("")
     for heading in ("baseline", "jaxpar", "ratio", "goal"):
@@ -194,7 +212,7 @@ def case_table(case: Case, rounds: list[Round]) -> Table:
         ("trace + compile, s", "build_s", numbers["compile_ratio"], MAX_COMPILE_RATIO),
         ("start to first step, s", "first_step_s", None, None),
         ("sent per device and step, MB", "sent_mb", None, None),
-        ("matrix products, GFLOP", "matmul_flops", numbers["matmul_flops_ratio"], 1 + MAX_FLOPS_DIFFERENCE),
+        ("matrix products, GFLOP", "matmul_flops", numbers["matmul_flops_ratio"], most_products),
         ("compiler's count, GFLOP", "compiler_flops", numbers["compiler_flops_ratio"], None),
     ]
     for label, field, ratio, goal in rows:
@@ -204,6 +222,8 @@ def case_table(case: Case, rounds: list[Round]) -> Table:
             for side in ("baseline", "product")
         ]
         table.add_row(label, *sides, "" if ratio is None else f"{ratio:.3f}", verdict(ratio, goal))
+    if not case.with_train:
+        return table
     table.add_section()
     train_step = f"{median_of(rounds, lambda r: r.train.step_s):.3f}"
     table.add_row("jaxpar train: step, s", "", train_step, f"{numbers['train_step_ratio']:.3f}", "")
@@ -222,7 +242,7 @@ def verdict(value: float | None, goal: float | None) -> str:
 def loop_table(case: Case, rounds: list[Round]) -> Table:
     """Loop overhead in milliseconds and as a share of a 200 ms step."""
     overhead = loop_overhead_s(rounds)
-    table = Table(title=f"{case.name}, median of {len(rounds)} rounds of {case.steps} steps")
+    table = Table(title=f"{case.name}, small model on 1 device, median of {len(rounds)} rounds of {case.steps} steps")
     for heading in ("jitted step, ms", "jaxpar train, ms", "loop overhead, ms", "of a 200 ms step", "goal"):
         table.add_column(heading, justify="right")
     table.add_row(
@@ -239,6 +259,7 @@ def main() -> int:
     """Runs all cases, prints the tables, writes the JSON; 1 when the two sides do not do the same work."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one round of few steps: a look, not a measurement")
+    parser.add_argument("--case", action="append", metavar="NAME", help="only this case; may be given several times")
     parser.add_argument("--rounds", type=int, help="rounds per case (3; quick: 1)")
     parser.add_argument("--json", type=Path, help="write everything measured here")
     options = parser.parse_args()
@@ -247,26 +268,43 @@ def main() -> int:
     small = Shape(
         vocab_size=1024, embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128, seq_len=64
     )
-    cases = [Case("1 device", Shape(), 1, steps), Case("fsdp=8", Shape(), 8, steps)]
-    loop_case = Case("loop overhead, small model on 1 device", small, 1, 50 if options.quick else 200)
+    cases = [
+        Case("1 device", Shape(), Layout(), steps),
+        Case("fsdp=8", Shape(), Layout(fsdp=8), steps),
+        Case("fsdp=4 x tensor=2", Shape(), Layout(fsdp=4, tensor=2), steps, with_train=False),
+        Case("data=2 x fsdp=4", Shape(), Layout(data=2, fsdp=4), steps, with_train=False),
+        Case("fsdp=8, remat none", Shape(), Layout(fsdp=8, remat="none"), steps, with_train=False),
+        Case("fsdp=8, remat selective", Shape(), Layout(fsdp=8, remat="selective"), steps, with_train=False),
+    ]
+    loop_case = Case("loop overhead", small, Layout(), 50 if options.quick else 200)
+    names = [case.name for case in (*cases, loop_case)]
+    if unknown := set(options.case or ()) - set(names):
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
+    chosen = [case for case in (*cases, loop_case) if not options.case or case.name in options.case]
     console = Console()
     console.width = max(console.width, 100)
     results = {}
-    for case in (*cases, loop_case):
+    for case in chosen:
         results[case.name] = run_rounds(case, rounds, console)
         table = loop_table if case is loop_case else case_table
         console.print(table(case, results[case.name]))
     console.print(" ".join(KNOWN_DIFFERENCES.split()))
-    summaries = {case.name: summary(results[case.name]) for case in cases}
+    summaries = {case.name: summary(results[case.name]) for case in cases if case in chosen}
     if options.json:
         document = {
             "machine": {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()},
             "summary": summaries,
-            "loop_overhead_s": loop_overhead_s(results[loop_case.name]),
+            "loop_overhead_s": loop_overhead_s(results[loop_case.name]) if loop_case in chosen else None,
             "rounds": {name: [dataclasses.asdict(one) for one in done] for name, done in results.items()},
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n")
-    different = [name for name, s in summaries.items() if abs(s["matmul_flops_ratio"] - 1) > MAX_FLOPS_DIFFERENCE]
+    different = [
+        case.name
+        for case in cases
+        if case.name in summaries
+        and case.same_products
+        and abs(summaries[case.name]["matmul_flops_ratio"] - 1) > MAX_FLOPS_DIFFERENCE
+    ]
     for name in different:
         ratio = summaries[name]["matmul_flops_ratio"]
         console.print(f"[red]{name}: jaxpar does {ratio:.3f} x the matrix products of the baseline; not comparable[/]")

@@ -13,14 +13,14 @@ import time
 import baseline_step
 import jax
 import numpy as np
-from baseline_step import BuiltStep, Shape
+from baseline_step import BuiltStep, Layout, Shape
 
 from jaxpar.config import load_config
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
 
 
-def overrides(shape: Shape, fsdp: int, tensor: int) -> list[str]:
+def overrides(shape: Shape, layout: Layout) -> list[str]:
     """Config overrides that make jaxpar train what the baseline trains."""
     values = {
         "model.vocab_size": shape.vocab_size,
@@ -30,24 +30,25 @@ def overrides(shape: Shape, fsdp: int, tensor: int) -> list[str]:
         "model.num_kv_heads": shape.num_kv_heads,
         "model.head_dim": shape.head_dim,
         "model.mlp_dim": shape.mlp_dim,
-        "mesh.fsdp": fsdp,
-        "mesh.tensor": tensor,
+        "mesh.data": layout.data,
+        "mesh.fsdp": layout.fsdp,
+        "mesh.tensor": layout.tensor,
         "data.seq_len": shape.seq_len,
         "train.global_batch_size": shape.rows,
-        "train.remat": "full",
+        "train.remat": layout.remat,
         "precision.compute": "float32",
         "optim.schedule": "constant",
         "optim.lr": baseline_step.LEARNING_RATE,
         "optim.weight_decay": baseline_step.WEIGHT_DECAY,
-        "runtime.cpu_devices": fsdp * tensor,
+        "runtime.cpu_devices": layout.num_devices,
     }
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def build(shape: Shape, fsdp: int, tensor: int) -> BuiltStep:
+def build(shape: Shape, layout: Layout) -> BuiltStep:
     """Creates the state sharded and compiles the step, as the Trainer does."""
-    config = load_config(None, overrides(shape, fsdp, tensor))
-    plan = resolve(config, num_devices=fsdp * tensor)
+    config = load_config(None, overrides(shape, layout))
+    plan = resolve(config, num_devices=layout.num_devices)
     program = Program.build(plan)
     started = time.perf_counter()
     lowered = program.lower_train_step()

@@ -19,7 +19,7 @@ SHAPE = baseline_step.Shape(
 
 @pytest.fixture(scope="module")
 def built():
-    return {module: module.build(SHAPE, 8, 1) for module in (baseline_step, product_step)}
+    return {module: module.build(SHAPE, baseline_step.Layout(fsdp=8)) for module in (baseline_step, product_step)}
 
 
 def test_both_do_the_same_matrix_products(built):
@@ -43,3 +43,15 @@ def test_both_learn_the_repeated_batches(built):
         assert one.num_params == sum(
             [2 * 256 * 32, 32, SHAPE.num_layers * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)]
         )
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "layout",
+    [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}, {"fsdp": 8, "remat": "none"}],
+    ids=str,
+)
+def test_both_do_the_same_matrix_products_on_every_layout(layout):
+    programs = [module.build(SHAPE, baseline_step.Layout(**layout)) for module in (baseline_step, product_step)]
+    baseline, product = (audit(program.compiled).matmul_flops for program in programs)
+    assert product == pytest.approx(baseline, rel=0.02)
