@@ -44,11 +44,12 @@ def decoder_definition(
     context_mode: str = "auto",
     exchange: Exchange | None = None,
     attention: str = "xla",
+    dropout: float = 0.0,
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention)
+        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention, dropout)
 
     return ModelDefinition(make_decoder)
 
@@ -90,7 +91,7 @@ class Program:
             receive_factor=config.mesh.expert_receive_factor,
             platform=mesh.devices.flat[0].platform,
         )
-        options = (config.train.remat, config.mesh.context_mode, exchange, chosen.kernel)
+        options = (config.train.remat, config.mesh.context_mode, exchange, chosen.kernel, config.train.dropout)
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,
