@@ -330,18 +330,17 @@ class Decoder(nnx.Module):
         num_layers = jax.tree.leaves(weights)[0].shape[0]
         numbers_l = None if keys_bs is None else jnp.arange(first_layer, first_layer + num_layers, dtype=jnp.uint32)
 
-        def layer(
-            x: jax.Array, inputs: tuple[nnx.State, jax.Array | None, jax.Array | None]
-        ) -> tuple[jax.Array, Routing]:
-            weights, present, number = inputs
+        def layer(carry: tuple, inputs: tuple[nnx.State, jax.Array | None, jax.Array | None]) -> tuple[tuple, Routing]:
+            (x, info, keys_bs), (weights, present, number) = carry, inputs
             keys = None if number is None else layer_keys(keys_bs, number)
             y, routing = nnx.merge(graph, weights)(x, info, keys)
-            return (y if present is None else jnp.where(present, y, x)), routing
+            return ((y if present is None else jnp.where(present, y, x)), info, keys_bs), routing
 
         if self.numerics.remat in KEPT:
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
             layer = jax.checkpoint(layer, policy=KEPT[self.numerics.remat], prevent_cse=False)
-        return jax.lax.scan(layer, x_bsd, (weights, present_l, numbers_l))
+        (x_bsd, *_), routing = jax.lax.scan(layer, (x_bsd, info, keys_bs), (weights, present_l, numbers_l))
+        return x_bsd, routing
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:
         """The final norm of what leaves the last block."""
