@@ -393,6 +393,9 @@ class RuntimeConfig:
     """Where compiled programs are kept, so that a restart does not compile again: a directory, or "off". auto:
     ~/.cache/jaxpar/compiled (under XDG_CACHE_HOME if that is set), and run.dir/compiled for several processes, at most
     4 GiB; JAX_COMPILATION_CACHE_DIR wins over auto."""
+    compiler_options: tuple[str, ...] = ()
+    """Options of the training step's compiler, each "NAME=VALUE", over those that are chosen by the mesh;
+    "NAME=default" takes a chosen one out. One that the installed compiler does not know is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
