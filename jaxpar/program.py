@@ -25,6 +25,7 @@ from jaxpar.sharding import batch_sharding
 from jaxpar.stages import StagedDecoder
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
 from jaxpar.step import Accumulate, Evaluate, LossFn, accumulate, evaluate, make_eval_step, make_train_step
+from jaxpar.strategy import FsdpStrategy
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -121,7 +122,9 @@ class Program:
     @cached_property
     def accumulate(self) -> Accumulate:
         """Gradients and means of a batch; through the stages of a pipeline, if the mesh has one."""
-        return self._staged.accumulate if self._staged else partial(accumulate, self.definition, self.loss_fn)
+        if self._staged:
+            return self._staged.accumulate
+        return partial(accumulate, self.definition, self.loss_fn, strategy=FsdpStrategy.of(self.config))
 
     @cached_property
     def evaluate(self) -> Evaluate:

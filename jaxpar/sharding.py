@@ -22,6 +22,8 @@ GATHER_AXES = ("fsdp", "expert", "context")
 """Mesh axes that shard dense weights at rest; a block gathers its weights over them just before use."""
 CONTEXT_AXIS = "context"
 """Mesh axis that splits the sequence everywhere, in zig-zag order (see ``jaxpar.model.zigzag``)."""
+GATHERED_DIMS = ("embed", "expert_embed")
+"""Logical axes of the dims that are whole when a weight is used, unlike ``experts``, whatever mesh axes shard them."""
 SEQUENCE_AXIS = "tensor"
 """Mesh axis that between blocks splits what is left of the sequence (sequence parallel)."""
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)

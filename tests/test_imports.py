@@ -27,6 +27,7 @@ ORDER = (
     "loss",
     "optim",
     "state",
+    "strategy",
     "step",
     "stages",
     "program",

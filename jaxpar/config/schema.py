@@ -152,7 +152,9 @@ class MeshConfig:
     """How attention meets the keys and values of other context devices: ring passes them on while it computes,
     allgather collects a whole row's first. auto: ring where a device holds at least 2048 tokens of a row."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
-    """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
+    """What a step holds whole besides its shards. full (ZeRO-3): nothing, each block gathers its weights. grads
+    (ZeRO-2): all weights in the compute type, gathered once per step. optimizer (ZeRO-1): their gradients too,
+    reduce-scattered once per step. Master parameters and optimizer state are sharded by all three."""
     expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"
     """How tokens reach their experts: all_to_all sends each to the devices that need it; gather shows all tokens of the
     axis to all its devices; auto takes what moves fewer rows, gather where mesh.expert is below model.top_k."""
