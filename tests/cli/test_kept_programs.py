@@ -19,7 +19,7 @@ def seconds_of(log: str) -> float:
 
 
 def test_a_restart_of_one_process_compiles_nothing(tmp_path):
-    config = tiny(Path("run"), runtime={"cpu_devices": 2}, mesh=MESH, train={"stop_at": 2, "eval_every": 2})
+    config = tiny(Path("run"), runtime={"cpu_devices": 2}, mesh=MESH, train={"stop_at": 2})
     (tmp_path / "config.toml").write_text(config_to_toml(config))
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XLA_FLAGS": ""}
     logs = []
