@@ -90,7 +90,9 @@ class Program:
             receive_factor=config.mesh.expert_receive_factor,
             platform=mesh.devices.flat[0].platform,
         )
-        options = (config.train.remat, config.mesh.context_mode, exchange, chosen.kernel)
+        # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
+        remat = "products" if plan.mesh["pipeline"] > 1 else config.train.remat
+        options = (remat, config.mesh.context_mode, exchange, chosen.kernel)
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,

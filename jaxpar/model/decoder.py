@@ -301,15 +301,16 @@ class Decoder(nnx.Module):
         """All blocks of a stack in turn."""
         graph, weights = nnx.split(blocks)
 
-        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, Routing]:
-            weights, present = inputs
+        def layer(carry: tuple, inputs: tuple[nnx.State, jax.Array | None]) -> tuple[tuple, Routing]:
+            (x, info), (weights, present) = carry, inputs
             y, routing = nnx.merge(graph, weights)(x, info)
-            return (y if present is None else jnp.where(present, y, x)), routing
+            return ((y if present is None else jnp.where(present, y, x)), info), routing
 
         if self.numerics.remat in KEPT:
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
             layer = jax.checkpoint(layer, policy=KEPT[self.numerics.remat], prevent_cse=False)
-        return jax.lax.scan(layer, x_bsd, (weights, present_l))
+        (x_bsd, _), routing = jax.lax.scan(layer, (x_bsd, info), (weights, present_l))
+        return x_bsd, routing
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:
         """The final norm of what leaves the last block."""
