@@ -49,11 +49,12 @@ def decoder_definition(
     context_mode: str = "auto",
     exchange: Exchange | None = None,
     attention: str = "xla",
+    dropout: float = 0.0,
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention)
+        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention, dropout)
 
     return ModelDefinition(make_decoder)
 
@@ -101,7 +102,7 @@ class Program:
         )
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
         remat = KEEP_NAMED if plan.mesh["pipeline"] > 1 else Remat.of(config.train)
-        options = (remat, config.mesh.context_mode, exchange, chosen.kernel)
+        options = (remat, config.mesh.context_mode, exchange, chosen.kernel, config.train.dropout)
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,

@@ -502,3 +502,13 @@ def test_plan_is_frozen_and_keeps_the_mesh_as_written():
     assert plan.config.mesh == MeshConfig(fsdp=-1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.num_devices = 3
+
+
+def test_a_plan_is_not_told_of_fake_devices(capsys):
+    """They train; a plan has as many devices as one likes."""
+    for mesh in (["mesh.fsdp=128"], ["mesh.data=3", "mesh.fsdp=-1"]):
+        config = load_config(None, [TINY, *mesh])
+        facts = dataclasses.replace(gather_facts(config, num_devices=64), is_planned=True)
+        (remedy,) = (problem.remedy for problem in find_problems(facts) if problem.key.startswith("mesh"))
+        assert "fake" not in remedy
+        assert f"or plan for --devices {3 if len(mesh) == 2 else 128}" in remedy
