@@ -43,13 +43,14 @@ def decoder_definition(
     context_mode: str = "auto",
     exchange: Exchange | None = None,
     attention: str = "xla",
+    layer_multiple: int = 1,
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
         return Decoder(model, precision, remat, rngs, context_mode, exchange, attention)
 
-    return ModelDefinition(make_decoder)
+    return ModelDefinition(make_decoder, layer_multiple=layer_multiple)
 
 
 def accelerator_of(device: jax.Device) -> Accelerator:
@@ -90,7 +91,7 @@ class Program:
         )
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
         remat = "products" if plan.mesh["pipeline"] > 1 else config.train.remat
-        options = (remat, config.mesh.context_mode, exchange, chosen.kernel)
+        options = (remat, config.mesh.context_mode, exchange, chosen.kernel, plan.mesh["pipeline"])
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,

@@ -203,7 +203,7 @@ def _state(
 
 def _kept_activations(shape: ModelShape, layout: Layout) -> float:
     """Bytes that wait for the backward pass: of all blocks, or of one chunk and the inputs of those in flight."""
-    blocks = shape.num_layers / layout.pipeline
+    blocks = layout.stage_layers(shape.num_layers)
     kept = layout.tokens * kept_per_token(shape, layout)
     if layout.pipeline == 1:
         return blocks * kept
