@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
+from jaxpar.families import FAMILIES
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
@@ -90,7 +91,9 @@ class Program:
             platform=mesh.devices.flat[0].platform,
         )
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
-        remat = "products" if plan.mesh["pipeline"] > 1 else config.train.remat
+        # Families with biases do: JAX 0.12 cannot keep their products inside a pipeline ("must match" while lowering).
+        inner = "full" if FAMILIES[config.model.family].linear_bias else "products"
+        remat = inner if plan.mesh["pipeline"] > 1 else config.train.remat
         options = (remat, config.mesh.context_mode, exchange, chosen.kernel, plan.mesh["pipeline"])
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(

@@ -33,7 +33,9 @@ def main() -> None:
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.stages} "
         "--xla_cpu_collective_call_terminate_timeout_seconds=600"
     )
-    print("| schedule | microbatches | idle share | temp memory, KiB | products / without stages | time / without |")
+    print(
+        "| schedule | microbatches | idle share | temp memory, KiB | products / without stages, both lanes in every tick | time / without |"
+    )
     print("|---|---|---|---|---|---|")
     for microbatches in options.microbatches:
         plain = Measured(options, microbatches, mesh={"data": options.stages})
