@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
@@ -26,6 +26,7 @@ from jaxpar.sharding import batch_sharding
 from jaxpar.stages import StagedDecoder
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
 from jaxpar.step import Accumulate, Evaluate, LossFn, accumulate, evaluate, make_eval_step, make_train_step
+from jaxpar.strategy import FsdpStrategy
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -73,7 +74,8 @@ class Program:
     definition: ModelDefinition
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
-    attention: AttentionChoice
+    attention: AttentionChoice | None
+    """None for a model that is not ours."""
 
     @classmethod
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
@@ -91,7 +93,7 @@ class Program:
             platform=mesh.devices.flat[0].platform,
         )
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
-        # Families with biases do: JAX 0.12 cannot keep their products inside a pipeline ("must match" while lowering).
+        # Families with biases do: JAX 0.12 cannot keep their products inside a pipeline (shapes that "must match").
         inner = "full" if FAMILIES[config.model.family].linear_bias else "products"
         remat = inner if plan.mesh["pipeline"] > 1 else config.train.remat
         options = (remat, config.mesh.context_mode, exchange, chosen.kernel, plan.mesh["pipeline"])
@@ -116,6 +118,16 @@ class Program:
         return self.plan.config
 
     @property
+    def true_vocab_size(self) -> int | None:
+        """Size of ``vocab`` dims on disk; None if nothing is padded in memory."""
+        return self.config.model.vocab_size
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of every array of a batch."""
+        return next(iter(self.abstract_batch.values())).sharding
+
+    @property
     def averages(self) -> bool:
         """Whether the state has a moving average of the parameters."""
         return self.config.optim.ema_decay > 0
@@ -127,7 +139,9 @@ class Program:
     @cached_property
     def accumulate(self) -> Accumulate:
         """Gradients and means of a batch; through the stages of a pipeline, if the mesh has one."""
-        return self._staged.accumulate if self._staged else partial(accumulate, self.definition, self.loss_fn)
+        if self._staged:
+            return self._staged.accumulate
+        return partial(accumulate, self.definition, self.loss_fn, strategy=FsdpStrategy.of(self.config))
 
     @cached_property
     def evaluate(self) -> Evaluate:

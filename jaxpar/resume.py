@@ -117,10 +117,12 @@ def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str,
 
     The vocabulary is, and the layers are where the stages of a pipeline do not divide them.
     """
-    model = program.config.model
-    true_sizes = {"vocab": model.vocab_size}
-    if model.num_layers % program.plan.mesh["pipeline"]:
-        true_sizes["layers"] = model.num_layers
+    vocab_size, num_layers = program.true_vocab_size, program.config.model.num_layers
+    if vocab_size is None:
+        return {}
+    true_sizes = {"vocab": vocab_size}
+    if num_layers % program.plan.mesh["pipeline"]:
+        true_sizes["layers"] = num_layers
     padded_dims = {
         path: {dim: true_sizes[axis] for dim, axis in enumerate(axes) if axis in true_sizes}
         for path, axes in program.definition.axes_by_path.items()

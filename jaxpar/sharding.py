@@ -22,6 +22,8 @@ GATHER_AXES = ("fsdp", "expert", "context")
 """Mesh axes that shard dense weights at rest; a block gathers its weights over them just before use."""
 CONTEXT_AXIS = "context"
 """Mesh axis that splits the sequence everywhere, in zig-zag order (see ``jaxpar.model.zigzag``)."""
+GATHERED_DIMS = ("embed", "expert_embed")
+"""Logical axes of the dims that are whole when a weight is used, unlike ``experts``, whatever mesh axes shard them."""
 SEQUENCE_AXIS = "tensor"
 """Mesh axis that between blocks splits what is left of the sequence (sequence parallel)."""
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
@@ -41,6 +43,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "shared_mlp": ("tensor",),
     "router": (),  # every device routes its own tokens to all experts
     "positions": (),
+    "unsharded": (),
     "norm": (),  # vectors of width embed: too small to be worth a gather per block
 }
 
@@ -111,6 +114,11 @@ def sequence_entry(mesh: Mesh) -> str | tuple[str, ...] | None:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of batch arrays [microbatches, rows, sequence]: every member of a context group gets the whole row."""
     return NamedSharding(mesh, P(None, batch_entry(mesh), None))
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of arrays [microbatches, rows, ...] with any dims per row."""
+    return NamedSharding(mesh, P(None, batch_entry(mesh)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpar.collectives import defer_reduction, finish_reduction, zero_gradients
 from jaxpar.config.schema import Config
 from jaxpar.model.moe import load_metrics, rebalance
 from jaxpar.optim import learning_rate, next_average
 from jaxpar.state import ModelDefinition, TrainState
+from jaxpar.strategy import FULL, FsdpStrategy
 
 LossFn = Callable[[nnx.Module, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
 """(model, microbatch) -> (weighted sum of losses, sum of weights, other weighted sums to report)."""
@@ -26,7 +26,9 @@ Evaluate = Callable[[dict, Batch], Metrics]
 """(params, batch) -> sums, see ``evaluate``."""
 
 
-def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch: Batch) -> tuple[dict, Metrics]:
+def accumulate(
+    definition: ModelDefinition, loss_fn: LossFn, params: dict, batch: Batch, strategy: FsdpStrategy = FULL
+) -> tuple[dict, Metrics]:
     """Gradients of the mean loss over all tokens of all microbatches, and the means themselves.
 
     Sums and weights of microbatches are added and divided once at the end, so that every token counts the same
@@ -37,14 +39,14 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
         Gradients with the shardings of ``params``, and scalars ``loss`` (cross entropy and z-loss), ``tokens`` (sum
         of weights) and whatever ``loss_fn`` reports; ``routing`` holds sums, not means.
     """
-    marked = defer_reduction(params)
+    weights = strategy.prepare(params, definition.logical_axes)
 
-    def objective(marked: dict, microbatch: Batch) -> tuple[jax.Array, Metrics]:
-        total, weight, sums = loss_fn(definition.bind(marked), microbatch)
+    def objective(differentiated: dict, microbatch: Batch) -> tuple[jax.Array, Metrics]:
+        total, weight, sums = loss_fn(definition.bind(weights.for_model(differentiated)), microbatch)
         return total, {"loss": total, "tokens": weight, **sums}
 
     def backward(microbatch: Batch) -> tuple[dict, Metrics]:
-        return jax.grad(objective, has_aux=True)(marked, microbatch)
+        return jax.grad(objective, has_aux=True)(weights.differentiated, microbatch)
 
     def add(carry: tuple[dict, Metrics], microbatch: Batch) -> tuple[tuple[dict, Metrics], None]:
         return jax.tree.map(jnp.add, carry, backward(microbatch)), None
@@ -54,9 +56,9 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
         grads, sums = backward(first)
     else:
         zero_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(backward, first)[1])
-        (grads, sums), _ = jax.lax.scan(add, (zero_gradients(marked), zero_sums), dict(batch))
+        (grads, sums), _ = jax.lax.scan(add, (weights.zero_gradients(), zero_sums), dict(batch))
 
-    return mean_over_tokens(finish_reduction(grads), sums)
+    return mean_over_tokens(weights.finish(grads), sums)
 
 
 def mean_over_tokens(grads: dict, sums: Metrics) -> tuple[dict, Metrics]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+from flax import nnx
 
 from jaxpar import resume
 from jaxpar.checkpoint.agreement import damage_for_all
@@ -24,20 +25,24 @@ from jaxpar.config.huggingface import PREFIX
 from jaxpar.data.dataset import Datasets, load_dataset
 from jaxpar.data.loader import Loader, validation_loader
 from jaxpar.events import Progress, RunLog, RunMetrics, StepReport, check_sinks, open_progress
+from jaxpar.events.progress import format_duration
+from jaxpar.events.stopwatch import Stopwatch, describe_shares
 from jaxpar.hf import hf_params
+from jaxpar.own_model import OwnLoss, OwnModel, OwnProgram, Source
 from jaxpar.plan.catalogue import find_gpu
 from jaxpar.plan.experts import describe_exchange
 from jaxpar.plan.flops import training_flops_per_token
-from jaxpar.plan.resolve import check, resolve
+from jaxpar.plan.resolve import check, check_own, resolve, resolve_own
 from jaxpar.program import Program
 from jaxpar.resume import Place
+from jaxpar.runtime.compiled import count_cache_use
 from jaxpar.runtime.interrupt import Interrupts, StopReason
 from jaxpar.runtime.lock import RunLock
 from jaxpar.runtime.memory import device_memory
+from jaxpar.runtime.profile import ProfileWindow
 from jaxpar.runtime.self_test import self_test
 from jaxpar.runtime.start import Processes, failed_process, meet, start, stop
 from jaxpar.runtime.vote import Ballot, StopVote
-from jaxpar.sharding import batch_sharding
 from jaxpar.state import TrainState
 
 ROUTER_METRICS = ("balance_loss", "router_z_loss", "load_entropy", "load_max", "dropped", "overflow", "router_logits")
@@ -63,6 +68,8 @@ class Outcome:
     checkpoint: Path | None
     """Newest checkpoint, or None."""
     run_dir: Path
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Where the time of the loop went: ``total_s`` and its parts, see ``Stopwatch``; empty if no step was run."""
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
@@ -73,6 +80,7 @@ class Outcome:
             "eval_loss": _json_number(self.eval_loss),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "run_dir": str(self.run_dir),
+            "seconds": self.seconds,
         }
 
 
@@ -85,11 +93,37 @@ class Trainer:
     """One run of one config.
 
     ``run`` checks everything that can be checked before a device is touched, then trains, and resumes by itself when
-    the run directory has a checkpoint.
+    the run directory has a checkpoint. Without further arguments the config says what is trained on what; with them it
+    is a module and data of one's own (docs/own-model.md).
+
+    Args:
+        config: Everything else: mesh, optimizer, steps, checkpoints.
+        model: Makes a Flax NNX module from ``nnx.Rngs``; its class will do. Every ``nnx.Param`` has ``logical_axes``.
+        loss_fn: (module, arrays [rows, ...]) -> (sum of the rows' losses, sum of their weights).
+        train_data: Rows by index (``len`` and ``[i]``), each a dict of arrays.
+        eval_data: Rows of the same kind that are validated every ``train.eval_every`` steps.
+
+    Raises:
+        ValueError: Some of ``model``, ``loss_fn`` and ``train_data`` are given, and others not.
     """
 
-    def __init__(self, config: Config):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: Callable[[nnx.Rngs], nnx.Module] | None = None,
+        loss_fn: OwnLoss | None = None,
+        train_data: Source | None = None,
+        eval_data: Source | None = None,
+    ):
         self.config = config
+        given = {"model": model, "loss_fn": loss_fn, "train_data": train_data}
+        missing = [name for name, value in given.items() if value is None]
+        if missing and (len(missing) < len(given) or eval_data is not None):
+            raise ValueError(f"a model of your own needs {', '.join(given)}: {', '.join(missing)} is missing")
+        self.own = (
+            None if missing else OwnModel(make=model, loss_fn=loss_fn, train_data=train_data, eval_data=eval_data)
+        )
 
     def run(self) -> Outcome:
         """Train.
@@ -102,26 +136,45 @@ class Trainer:
         """
         log = RunLog(process_id=self.config.runtime.process_id)
         with log:
-            for warning in check(self.config):
-                log.warn(warning)
-            check_sinks(self.config.observe)
-            datasets = load_dataset(
-                self.config.data, vocab_size=self.config.model.vocab_size, seed=self.config.run.seed
-            )
-            known = {"num_rows": len(datasets.train), "tokenizer_vocab_size": datasets.vocab_size_of_tokenizer}
-            check(self.config, **known)
+            datasets, known = self._checked(log)
             found = resume.find_checkpoint(self.config)
             if unused := resume.unused_path(self.config, found):
                 log.warn(unused)
-            processes = start(self.config.runtime, say=log.say)
+            processes = start(self.config.runtime, run_dir=self.config.run.dir, say=log.say)
             with _one_end_for_all(processes, log):
-                plan = resolve(self.config, num_devices=processes.global_devices, **known)
+                program = self._program(processes.global_devices, known)
                 if found:
                     with contextlib.suppress(DamagedCheckpointError):  # restoring falls back on the step before
-                        resume.check_same_run(*found, plan.config, datasets.train)
-                outcome = self._run(Program.build(plan), datasets, found, processes, log)
+                        resume.check_same_run(*found, program.config, datasets.train)
+                outcome = self._run(program, datasets, found, processes, log)
             stop(success=True)
         return outcome
+
+    def _checked(self, log: RunLog) -> tuple[Datasets, dict[str, int]]:
+        """The data, and what is known of it, once all that needs no device is in order."""
+        config = self.config
+        apply_rules = check if self.own is None else check_own
+        for warning in apply_rules(config):
+            log.warn(warning)
+        check_sinks(config.observe)
+        if self.own is None:
+            datasets = load_dataset(config.data, vocab_size=config.model.vocab_size, seed=config.run.seed)
+            known = {"num_rows": len(datasets.train), "tokenizer_vocab_size": datasets.vocab_size_of_tokenizer}
+        else:
+            datasets = self.own.datasets()
+            known = {"num_rows": len(datasets.train)}
+            if config.train.eval_every and datasets.validation is None:
+                message, remedy = "asks for validation, but there is no eval_data", "give eval_data to jaxpar.Trainer"
+                raise ConfigError(
+                    [Problem(key="train.eval_every", value=config.train.eval_every, message=message, remedy=remedy)]
+                )
+        apply_rules(config, **known)
+        return datasets, known
+
+    def _program(self, num_devices: int, known: dict[str, int]) -> Program:
+        if self.own is None:
+            return Program.build(resolve(self.config, num_devices=num_devices, **known))
+        return OwnProgram.of(self.own, resolve_own(self.config, num_devices=num_devices, **known))
 
     def _run(
         self, program: Program, datasets: Datasets, found: tuple[Path, int] | None, processes: Processes, log: RunLog
@@ -167,7 +220,6 @@ class _Pending:
     metrics: dict[str, jax.Array]
     vote: jax.Array | int
     ids: list[int]
-    data_wait_s: float
 
 
 class _Loop:
@@ -178,7 +230,10 @@ class _Loop:
         self.config = program.config
         self.place = Place()
         self.last_step = _last_step(self.config)
-        self.flops_per_token = training_flops_per_token(self.config.model, self.config.data.seq_len)
+        is_own = isinstance(program, OwnProgram)
+        # Nothing is known of a user's module.
+        self.flops_per_token = 0 if is_own else training_flops_per_token(self.config.model, self.config.data.seq_len)
+        self.eval_last_batch = "drop" if is_own else "pad"
         gpu = find_gpu(processes.device_kind) if processes.platform == "gpu" else None
         self.peak_flops = gpu.peak_flops(self.config.precision.compute) if gpu else None
         self.loss: float | None = None
@@ -212,9 +267,11 @@ class _Loop:
         )
         self.progress.phase("compiling the training step")
         started = time.perf_counter()
-        self.train_step = program.lower_train_step().compile()
-        self.eval_step = program.lower_eval_step().compile() if train.eval_every else None
-        self.log.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        with count_cache_use() as use:
+            self.train_step = program.lower_train_step().compile()
+            self.eval_step = program.lower_eval_step().compile() if train.eval_every else None
+        taken = ", from the compilation cache" if use.is_complete else ""
+        self.log.say(f"compiled in {time.perf_counter() - started:.1f} s{taken}")
         self.progress.phase("restoring" if found else "initialising")
         self.state, self.place = self._start(found)
         self.metrics = None
@@ -235,7 +292,7 @@ class _Loop:
             position=self.place.position,
             global_batch_size=train.global_batch_size,
             microbatches=train.microbatches,
-            sharding=batch_sharding(program.mesh),
+            sharding=program.batch_sharding,
             last_batch=config.data.last_batch,
             num_threads=config.data.num_threads,
             prefetch=config.data.prefetch,
@@ -246,6 +303,11 @@ class _Loop:
         for note in self.loader.notes:
             self.log.say(note)
         self.vote = StopVote(program.mesh)
+        self.profile = ProfileWindow(
+            config.observe, Path(config.run.dir), process_id=self.processes.process_id, say=self.log.say
+        )
+        self.profile.check_reached(self.place.step + 1, self.last_step)
+        stack.callback(lambda: self.profile.stop(self.place.step))
         meet("ready to train")
 
     def _start(self, found: tuple[Path, int] | None) -> tuple[TrainState, Place]:
@@ -292,18 +354,23 @@ class _Loop:
         """Step until the last one, or until told to stop."""
         train, every = self.config.train, self.config.checkpoint.every
         pending: _Pending | None = None
-        self.clock = self.saved_at = time.perf_counter()
+        self.saved_at, self.watch = time.perf_counter(), Stopwatch()
         if self.eval_step and self.place.step == 0:
             self._evaluate()
         for batch in self.loader:
-            self.state, metrics = self.train_step(self.state, batch.arrays)
+            self.watch.add("data_wait", self.loader.wait_s)
             step = self.place.step + 1
+            if self.profile.begins(step):
+                self._finish(pending)
+                pending = None
+                self.profile.start(step)
+            with self.profile.annotate(step):
+                self.state, metrics = self.train_step(self.state, batch.arrays)
             started = _Pending(
                 step=step,
                 metrics=metrics,
                 vote=self.vote.cast(Ballot(interrupts.reason, self._save_is_due())),
                 ids=batch.ids.tolist() if self.config.observe.sample_ids else [],
-                data_wait_s=self.loader.wait_s,
             )
             self._finish(pending)
             self.store.check()
@@ -311,9 +378,12 @@ class _Loop:
             self.place = dataclasses.replace(self.place, step=step, position=batch.after)
             evaluates = self.eval_step and (step % train.eval_every == 0 or step == self.last_step)
             saves = self.save_voted or (every and step % every == 0)
-            if evaluates or saves or self.stop:
+            profiled = self.profile.ends(step)
+            if evaluates or saves or self.stop or profiled:
                 self._finish(pending)
                 pending = None
+            if profiled:
+                self.profile.stop(step)
             if evaluates:
                 self._evaluate()
             if saves:
@@ -327,15 +397,15 @@ class _Loop:
         """Wait for a step, record it, and stop the run if its numbers are not finite."""
         if pending is None:
             return
-        metrics = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
-        ballot = Ballot.of(pending.vote)
+        with self.watch.part("device_wait"):
+            metrics = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
+            ballot = Ballot.of(pending.vote)
         self.stop, self.save_voted = max(self.stop, ballot.reason), self.save_voted or ballot.save
-        now = time.perf_counter()
-        step_s, self.clock = now - self.clock, now
+        seconds = self.watch.row()
         self.loss = metrics["loss"]
         tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
         self.place = dataclasses.replace(self.place, tokens_seen=self.place.tokens_seen + tokens)
-        tokens_per_s = self.program.plan.tokens_per_step / step_s
+        tokens_per_s = self.program.plan.tokens_per_step / seconds["step_s"]
         flops = tokens_per_s * self.flops_per_token / self.program.mesh.size
         memory = device_memory() or {}
         report = StepReport(
@@ -344,8 +414,7 @@ class _Loop:
             grad_norm=metrics["grad_norm"],
             lr=metrics["lr"],
             tokens_per_s=tokens_per_s,
-            step_s=step_s,
-            data_wait_s=pending.data_wait_s,
+            **seconds,
             tflops=flops / 1e12,
             mfu=flops / self.peak_flops if self.peak_flops else None,
             memory_peak_bytes=max((m.peak_bytes for m in memory.values()), default=None),
@@ -419,21 +488,24 @@ class _Loop:
             dataset,
             global_batch_size=train.global_batch_size,
             microbatches=train.microbatches,
-            sharding=batch_sharding(self.program.mesh),
+            sharding=self.program.batch_sharding,
             num_threads=self.config.data.num_threads,
             prefetch=self.config.data.prefetch,
             num_batches=train.eval_batches,
+            last_batch=self.eval_last_batch,
         )
+        started = time.perf_counter()
         sums = [self.eval_step(self.program.eval_params(self.state), batch.arrays) for batch in loader]
         sums = jax.device_get(sums)
+        eval_s = time.perf_counter() - started
+        self.watch.add("eval", eval_s)
         tokens = sum(float(s["tokens"]) for s in sums)
         self.eval_loss = sum(float(s["cross_entropy"]) for s in sums) / tokens if tokens else math.nan
         self.evaluated_at = self.place.step
         self.progress.evaluation(self.place.step, self.eval_loss, int(tokens))
         if self.metrics:
             row = {"step": self.place.step, "eval_loss": self.eval_loss, "eval_tokens": int(tokens)}
-            self._record(self.metrics.evaluation, row)
-        self.clock = time.perf_counter()
+            self._record(self.metrics.evaluation, row | {"eval_s": eval_s})
 
     def _save_is_due(self) -> bool:
         """Whether this process finds by its clock that it is time to save."""
@@ -443,19 +515,24 @@ class _Loop:
     def _save(self) -> None:
         self.progress.phase(f"saving step {self.place.step}")
         metrics = {"loss": self.loss, "eval_loss": self.eval_loss if self.evaluated_at == self.place.step else None}
-        resume.save(self.store, self.program, self.state, self.place, self.datasets.train, metrics)
+        with self.watch.part("save"):
+            resume.save(self.store, self.program, self.state, self.place, self.datasets.train, metrics)
         self.save_voted, self.saved_at, self.saved_step = False, time.perf_counter(), self.place.step
 
     def _leave(self) -> Outcome:
         """Save the last step, wait until it is on disk, and say where everything is."""
         self.log.say(self.order.progress(self.place.position))
-        self.store.wait()
+        with self.watch.part("save"):
+            self.store.wait()
         checkpoint = self.config.checkpoint
         on_interruption = self.stop and (checkpoint.every or checkpoint.every_minutes)
         wanted = self.place.step and (checkpoint.final or on_interruption)
         if wanted and self.place.step != self.saved_step:  # not asked of the disk: processes may see it differently
             self._save()
-            self.store.wait()
+            with self.watch.part("save"):
+                self.store.wait()
+        seconds = self.watch.totals()
+        self.log.say(f"time in the loop {format_duration(seconds['total_s'])}: {describe_shares(seconds)}")
         latest = self.store.latest()
         return Outcome(
             reason=self.stop,
@@ -464,6 +541,7 @@ class _Loop:
             eval_loss=self.eval_loss,
             checkpoint=self.store.directory / str(latest) if latest is not None else None,
             run_dir=Path(self.config.run.dir),
+            seconds=seconds,
         )
 
 
@@ -516,16 +594,22 @@ def _one_end_for_all(processes: Processes, log: RunLog) -> Iterator[None]:
 def _announce(program: Program, datasets: Datasets, processes: Processes, log: RunLog) -> None:
     """What will run, on what, before anything is compiled."""
     plan, config, model = program.plan, program.config, program.config.model
+    is_own = isinstance(program, OwnProgram)
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
     padding = f" (vocabulary padded to {plan.padded_vocab_size:,} in memory)" if plan.num_padding_params else ""
     log.say(str(processes))
     for note in (*processes.notes, *datasets.notes):
         log.say(note)
     log.say(
-        f"model {plan.num_params:,} parameters{padding}; mesh {mesh}; {plan.tokens_per_step:,} tokens a step = "
-        f"{config.train.global_batch_size} rows x {config.data.seq_len}, {plan.rows_per_device} rows per device and "
+        f"model {plan.num_params:,} parameters{padding}; mesh {mesh}; "
+        + ("" if is_own else f"{plan.tokens_per_step:,} tokens a step = ")
+        + f"{config.train.global_batch_size} rows"
+        + (" a step" if is_own else f" x {config.data.seq_len}")
+        + f", {plan.rows_per_device} rows per device and "
         f"microbatch; compute {config.precision.compute}, reduce {config.precision.reduce}"
     )
+    if is_own:
+        return
     log.say(program.attention.reason)
     if processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
         log.say(f"no peak is known for {processes.device_kind}: MFU is not reported")

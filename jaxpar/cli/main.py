@@ -15,6 +15,8 @@ from jaxpar.cli.doctor import doctor
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
 from jaxpar.cli.plan import plan
+from jaxpar.cli.plot import EPILOG as PLOT_EPILOG
+from jaxpar.cli.plot import plot
 from jaxpar.cli.schedule import schedule
 from jaxpar.cli.sweep import EPILOG as SWEEP_EPILOG
 from jaxpar.cli.sweep import sweep
@@ -35,6 +37,7 @@ app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
+app.command("plot", epilog=PLOT_EPILOG)(plot)
 app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
 app.command("verify", epilog=VERIFY_EPILOG)(verify)
 app.add_typer(bench, name="bench")

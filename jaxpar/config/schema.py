@@ -152,7 +152,9 @@ class MeshConfig:
     """How attention meets the keys and values of other context devices: ring passes them on while it computes,
     allgather collects a whole row's first. auto: ring where a device holds at least 2048 tokens of a row."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
-    """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
+    """What a step holds whole besides its shards. full (ZeRO-3): nothing, each block gathers its weights. grads
+    (ZeRO-2): all weights in the compute type, gathered once per step. optimizer (ZeRO-1): their gradients too,
+    reduce-scattered once per step. Master parameters and optimizer state are sharded by all three."""
     expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"
     """How tokens reach their experts: all_to_all sends each to the devices that need it; gather shows all tokens of the
     axis to all its devices; auto takes what moves fewer rows, gather where mesh.expert is below model.top_k."""
@@ -387,8 +389,10 @@ class RuntimeConfig:
     """Seconds to wait for all processes to arrive."""
     memory_fraction: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.92
     """Share of each GPU's memory that JAX reserves at start."""
-    compilation_cache: str | None = None
-    """Directory for compiled programs, so that a restart does not compile again."""
+    compilation_cache: str = "auto"
+    """Where compiled programs are kept, so that a restart does not compile again: a directory, or "off". auto:
+    ~/.cache/jaxpar/compiled (under XDG_CACHE_HOME if that is set), and run.dir/compiled for several processes, at most
+    4 GiB; JAX_COMPILATION_CACHE_DIR wins over auto."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -399,6 +403,11 @@ class ObserveConfig:
     """Steps between lines of progress; metrics.jsonl has every step."""
     sample_ids: Bool = False
     """Adds the step's global record ids, in row order, to metrics.jsonl."""
+    profile_start: NonNegative = 0
+    """First step of a window whose XProf trace process 0 writes to run.dir/profile; 0: none. Steps 1 and 2 are slower
+    than the rest."""
+    profile_steps: Positive = 3
+    """Number of steps in that window; a trace grows with each."""
     tensorboard: Bool = False
     """Also write TensorBoard events under run.dir (needs the tensorboard extra)."""
     wandb_project: str | None = None

@@ -67,7 +67,7 @@ def shrink(facts: Facts, *, max_devices: int = MAX_DEVICES) -> Shrunk:
             coordinator=None,
             num_processes=1,
             process_id=0,
-            compilation_cache=None,
+            compilation_cache="auto",
         ),
         run=dataclasses.replace(config.run, dir="runs/verify"),
         checkpoint=type(config.checkpoint)(every=0, final=False),

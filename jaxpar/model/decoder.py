@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from jaxpar.collectives import current_mesh, enter_block, gather_weight, island, row_parallel, spec_of
+from jaxpar.collectives import current_mesh, enter_block, gather_weight, island, opened, row_parallel, spec_of
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
@@ -319,11 +319,12 @@ class Decoder(nnx.Module):
     def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:
         """What enters the first block: [B, S, D]. Reads only the embeddings."""
         family, compute = FAMILIES[self.model.family], self.numerics.compute
-        x_bsd = embed(self.embedding[...], split_sequence(tokens_bs), compute)
+        reduce = self.numerics.reduce
+        x_bsd = embed(opened(self.embedding[...], reduce), split_sequence(tokens_bs), compute)
         if family.scaled_embedding:
             x_bsd = x_bsd * jnp.asarray(math.sqrt(self.model.embed_dim), compute)
         if family.learned_positions:
-            x_bsd = x_bsd + embed(self.positions[...], split_sequence(positions_bs), compute)
+            x_bsd = x_bsd + embed(opened(self.positions[...], reduce), split_sequence(positions_bs), compute)
         return x_bsd
 
     def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
@@ -341,7 +342,8 @@ class Decoder(nnx.Module):
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:
         """The head, and whether it is the tied embedding [V, D] rather than [D, V]."""
-        return (self.embedding[...], True) if self.model.tie_embeddings else (self.head[...], False)
+        tied = self.model.tie_embeddings
+        return opened((self.embedding if tied else self.head)[...], self.numerics.reduce), tied
 
     def logits(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
         """float32 logits [B, S, vocab_size]: whole on every device but for the rows. For inspection, not training."""

@@ -107,6 +107,29 @@ def rotate(x_bshk: jax.Array, cos_bsk: jax.Array, sin_bsk: jax.Array) -> jax.Arr
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_bshk.dtype)
 
 
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Inside an island: ``table[tokens]``, whose gradient is added up in float32 whatever the table's dtype.
+
+    A frequent token has thousands of rows in a microbatch; bfloat16 sums stop growing after some hundred.
+    """
+    if table.dtype == jnp.float32:
+        return table[tokens]
+    own = jax.typeof(table).mat.varying
+    axes = own | jax.typeof(tokens).mat.varying
+    shape, dtype = table.shape, table.dtype
+
+    @jax.custom_vjp
+    def rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return table[tokens]
+
+    def backward(tokens: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
+        zeros = varying(jnp.zeros(shape, jnp.float32), axes)
+        return zeros.at[tokens].add(grad.astype(jnp.float32)).astype(dtype), None
+
+    rows.defvjp(lambda table, tokens: (table[tokens], tokens), backward)
+    return rows(varying(table, axes - own), tokens)
+
+
 def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.Array:
     """Look tokens up in a table sharded over vocabulary and embed, moving activations instead of the table.
 
@@ -138,12 +161,12 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
         if shard_axes:
             tokens = tokens - lax.axis_index(shard_axes) * table.shape[0]
             mine = (tokens >= 0) & (tokens < table.shape[0])
-            rows = jnp.where(mine[..., None], table[jnp.where(mine, tokens, 0)], 0).astype(compute)
+            rows = jnp.where(mine[..., None], _rows(table, jnp.where(mine, tokens, 0)), 0).astype(compute)
         else:
             if tensor > 1:
                 length = tokens.shape[1] // tensor
                 tokens = lax.dynamic_slice_in_dim(tokens, lax.axis_index(SEQUENCE_AXIS) * length, length, axis=1)
-            rows = table[tokens].astype(compute)
+            rows = _rows(table, tokens).astype(compute)
         if vocab_axes:
             rows = lax.psum_scatter(rows, SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
         if exchange_axes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.plan import data_rules, mesh_rules, model_rules, optim_rules, run_rules, support_rules
+from jaxpar.plan import data_rules, mesh_rules, model_rules, optim_rules, own_rules, run_rules, support_rules
 from jaxpar.plan.facts import Facts
 from jaxpar.plan.pipeline_warnings import pipeline_warnings
 
@@ -18,6 +18,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     mesh_rules.rest_axis_divides,
     mesh_rules.mesh_product,
     mesh_rules.axis_shards_something,
+    mesh_rules.strategy_shards_something,
     model_rules.dims_complete,
     model_rules.kv_heads_divide_heads,
     model_rules.head_dim_even,
@@ -51,9 +52,9 @@ RULES: tuple[Rule, ...] = (
     mesh_rules.mesh_product,
     mesh_rules.device_count_agrees,
     mesh_rules.axis_shards_something,
+    mesh_rules.strategy_shards_something,
     support_rules.pipeline_with_other_axes,
     support_rules.context_combinations,
-    support_rules.fsdp_strategy,
     support_rules.capacity_over_context,
     model_rules.dims_complete,
     model_rules.kv_heads_divide_heads,
@@ -77,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     run_rules.tokenizer_exists,
     run_rules.validation_has_data,
     run_rules.steps_in_order,
+    run_rules.profile_is_reached,
     optim_rules.settings_are_used,
     optim_rules.adamw_lr_has_a_ratio,
     optim_rules.average_exists,
@@ -88,6 +90,29 @@ RULES: tuple[Rule, ...] = (
     run_rules.init_from_exists,
 )
 """Every rule of a run, in the order in which its problems are printed."""
+
+
+OWN_RULES: tuple[Rule, ...] = (
+    mesh_rules.axis_sizes,
+    mesh_rules.one_rest_axis,
+    mesh_rules.rest_axis_divides,
+    mesh_rules.mesh_product,
+    mesh_rules.device_count_agrees,
+    own_rules.own_axes,
+    own_rules.own_settings,
+    run_rules.batch_divides,
+    run_rules.rows_fill_a_batch,
+    run_rules.steps_in_order,
+    optim_rules.settings_are_used,
+    optim_rules.adamw_lr_has_a_ratio,
+    optim_rules.average_exists,
+    run_rules.processes_find_each_other,
+    run_rules.paths_are_on_file_systems,
+    run_rules.run_directory_usable,
+    run_rules.resume_exists,
+    run_rules.best_checkpoints_have_a_metric,
+)
+"""The rules of a run with a user's own module and data."""
 
 
 def find_problems(facts: Facts, rules: tuple[Rule, ...] = RULES) -> list[Problem]:

@@ -37,20 +37,6 @@ def context_combinations(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
-    """ZeRO-1 and ZeRO-2."""
-    strategy = facts.config.mesh.fsdp_strategy
-    if strategy != "full":
-        unused = "; and axis fsdp has size 1, so it would shard nothing" if facts.mesh.get("fsdp") == 1 else ""
-        yield Problem(
-            key="mesh.fsdp_strategy",
-            value=strategy,
-            message=f"sharding only {'gradients and optimizer' if strategy == 'grads' else 'the optimizer'}: "
-            f"not yet{unused}",
-            remedy='"full" works; for replicated weights use mesh.data instead of mesh.fsdp',
-        )
-
-
 def capacity_over_context(facts: Facts) -> Iterator[Problem]:
     """A capacity per row, where a row lies on several devices."""
     if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:

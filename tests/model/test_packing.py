@@ -16,8 +16,8 @@ Documents = list[np.ndarray]
 
 
 MESHES = {"one device": {}, "tensor2": {"tensor": 2}, "all": {"data": 2, "fsdp": 2, "tensor": 2}}
-MESHES["context"] = {"context": 2, "tensor": 2, "context_mode": "ring"}
-MESHES["context8"] = {"context": 8, "context_mode": "allgather"}
+MESHES["context"] = {"context": 2, "tensor": 2, "context_mode": "allgather"}
+MESHES["context8"] = {"context": 8, "context_mode": "ring"}
 
 
 @functools.cache

@@ -68,7 +68,7 @@ RING_FAULTS = {
         ring, "_key_pairs", lambda halves, earlier, honest=ring._key_pairs: honest(halves, ~earlier)
     ),
     "shares of two blocks not weighed": lambda m: m.setattr(
-        ring, "_merge", lambda a, b: ring.Partial(0.5 * (a.out + b.out), jnp.logaddexp(a.log_sum, b.log_sum))
+        ring, "merge", lambda a, b: ring.Partial(0.5 * (a.out + b.out), jnp.logaddexp(a.log_sum, b.log_sum))
     ),
     "own block sees the future": lambda m: m.setattr(
         ring, "attend_block", lambda *blocks, causal, honest=ring.attend_block: honest(*blocks, causal=False)

@@ -31,7 +31,7 @@ def one_document(batch: dict) -> dict:
 
 def test_context_with_tensor_and_fsdp_equals_one_device():
     mesh = {"context": 2, "tensor": 2, "fsdp": 2, "context_mode": "ring"}
-    assert_same(train(build(config_on(mesh, 2))), harness.single_device(KEY, 2, "full"))
+    assert_same(train(build(config_on(mesh, 2))), harness.single_device(KEY, 2, "full", 8))
 
 
 @pytest.mark.proof
@@ -54,7 +54,7 @@ def test_every_context_mesh_equals_one_device(mesh, mode, microbatches, packed, 
 @functools.cache
 def reference(microbatches: int, packed: bool) -> harness.Outcome:
     """One device, on the batches that the test has chosen."""
-    return harness.single_device(KEY, microbatches, "full") if packed else train(build(config_on({}, microbatches)))
+    return harness.single_device(KEY, microbatches, "full", 8) if packed else train(build(config_on({}, microbatches)))
 
 
 @pytest.mark.proof
@@ -62,7 +62,7 @@ def reference(microbatches: int, packed: bool) -> harness.Outcome:
 @pytest.mark.parametrize("mesh", MESHES[1:3], ids=str)
 def test_without_recomputation(mesh, mode):
     assert_same(
-        train(build(config_on({**mesh, "context_mode": mode}, 2, "none"))), harness.single_device(KEY, 2, "none")
+        train(build(config_on({**mesh, "context_mode": mode}, 2, "none"))), harness.single_device(KEY, 2, "none", 8)
     )
 
 
@@ -74,4 +74,4 @@ def test_other_families(model):
     """Biases, tied embeddings, norms with biases, learned positions."""
     key = model_key(model)
     mesh = {**MESHES[2], "context_mode": "ring"}
-    assert_same(train(build(config_on(mesh, 2, model=key))), harness.single_device(key, 2, "full"))
+    assert_same(train(build(config_on(mesh, 2, model=key))), harness.single_device(key, 2, "full", 8))
