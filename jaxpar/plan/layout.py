@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.facts import Facts
 from jaxpar.schedule import split_layers
 
@@ -43,6 +44,7 @@ class Layout:
     strategy: Strategy
     tensor: int = 1
     context: int = 1
+    context_mode: Literal["ring", "allgather"] = "ring"
     expert: int = 1
     pipeline: int = 1
     chunks: int = 1
@@ -121,6 +123,7 @@ def mesh_layout(
     chunks: int = 1,
     places: int = 0,
     precision: Precision = "bfloat16",
+    context_mode: str = "auto",
 ) -> Layout:
     """The layout of a mesh; the batch divides by it."""
     batch_shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
@@ -134,6 +137,7 @@ def mesh_layout(
         strategy=strategy if weight_shards > 1 else "none",
         tensor=mesh["tensor"],
         context=mesh["context"],
+        context_mode=resolved_context_mode(context_mode, seq_len / mesh["context"]) if mesh["context"] > 1 else "ring",
         expert=mesh["expert"],
         pipeline=mesh["pipeline"],
         chunks=chunks,
@@ -159,6 +163,7 @@ def layout_of(facts: Facts) -> Layout:
         chunks=config.pipeline.chunks,
         places=_places(facts),
         precision=config.precision.compute,
+        context_mode=config.mesh.context_mode,
     )
 
 
