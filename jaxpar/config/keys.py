@@ -113,6 +113,8 @@ def describe_type(annotation: object, metadata: Iterable[object] = ()) -> str:
         return ", or ".join(describe_type(choice) for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         item, _ = typing.get_args(annotation)
+        if typing.get_origin(item) is typing.Literal:
+            return "a list of any of " + describe_type(item).removeprefix("one of ")
         return f"a list of {_plural(describe_type(item))}"
     if annotation not in _NOUNS:
         return "a table with " + ", ".join(annotation.__pydantic_fields__)

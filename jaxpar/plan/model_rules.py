@@ -190,7 +190,7 @@ def microbatches_fill_stages(facts: Facts) -> Iterator[Problem]:
 def stages_repeat_their_forward_pass(facts: Facts) -> Iterator[Problem]:
     """A stage keeps only its inputs, so that its memory does not grow with the microbatches."""
     num_stages, remat = facts.mesh.get("pipeline", 1), facts.config.train.remat
-    if num_stages > 1 and remat == "none":
+    if num_stages > 1 and remat != "full":
         yield Problem(
             key="train.remat",
             value=remat,
