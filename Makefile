@@ -11,13 +11,16 @@ venv:
 quickstart: venv
 	.venv/bin/python -m jaxpar train configs/quickstart.toml
 
+# Two processes of tests; those of one file share what they compile.
+PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile
+
 # The tests; PYTEST_ARGS goes to pytest, as in make test PYTEST_ARGS=tests/data
 test: .dev
-	.venv/bin/python -m pytest -m "not proof" $(PYTEST_ARGS)
+	$(PYTEST) -m "not proof" $(PYTEST_ARGS)
 
 # The full matrices and long runs.
 proof: .dev
-	.venv/bin/python -m pytest -m proof $(PYTEST_ARGS)
+	$(PYTEST) -m proof $(PYTEST_ARGS)
 
 lint: .dev
 	.venv/bin/ruff check .

@@ -6,18 +6,20 @@ gradient is reduced is the place where a type changes, and it is one of these fu
 
 - ``defer_reduction`` marks parameters before the backward pass, so that gradients come back as partial sums over the
   axes that do not shard them (``data``; every axis for norm scales) and can be accumulated over microbatches;
-- ``gather_weight`` gathers one block's weight; its transpose reduce-scatters the gradient to 1/N;
+- ``gather_weight`` gathers one block's weight; its transpose reduce-scatters the gradient to 1/N. ``gather_shards`` and
+  ``scatter_gradient`` are its two halves, for strategies that gather once per step (``jaxpar.strategy``);
 - ``finish_reduction`` adds up what is left, once per step and only on the 1/N shards.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, reshard
+from jax.sharding import AbstractMesh, AxisType, reshard
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.sharding import (
@@ -44,9 +46,27 @@ def spec_of(x: jax.Array) -> P:
     return jax.typeof(x).sharding.spec
 
 
-def island(body: Callable, in_specs: object, out_specs: object) -> Callable:
-    """``body`` on local shards, manual over every mesh axis."""
-    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)
+def stage_axes(x: jax.Array) -> tuple[str, ...]:
+    """``("pipeline",)`` inside a pipeline for what each stage has its own shard of, such as the vocabulary; else ()."""
+    return tuple(axis for axis in ("pipeline",) if axis in jax.typeof(x).mat.varying)
+
+
+def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bool = True) -> Callable:
+    """``body`` on local shards, manual over every mesh axis.
+
+    Inside a region that is manual already (a pipeline) the body keeps only its inputs for the backward pass: JAX 0.12
+    gives what a nested island saves a wrong shape there ("Cannot lower jaxpr with verifier errors").
+
+    Args:
+        body: function of local arrays.
+        in_specs: pytree of PartitionSpecs.
+        out_specs: likewise.
+        check_vma: False for a body that does not say over which axes its values vary (Pallas kernels); then every used
+            axis must shard every differentiated input, since its gradient is not summed over the others.
+    """
+    is_nested = AxisType.Manual in current_mesh().axis_types
+    local = jax.checkpoint(body) if is_nested else body
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
@@ -72,16 +92,6 @@ def defer_reduction(params: object) -> object:
     return jax.tree.map(mark, params)
 
 
-def zero_gradients(marked: object) -> object:
-    """Zeros with the types that gradients of ``marked`` parameters have: the start of an accumulation."""
-
-    def zeros(param: jax.Array) -> jax.Array:
-        spec = spec_of(param)
-        return jnp.zeros(param.shape, param.dtype, out_sharding=P(*spec.partitions, unreduced=spec.reduced))
-
-    return jax.tree.map(zeros, marked)
-
-
 def finish_reduction(grads: object) -> object:
     """Add up partial sums: one all-reduce per leaf over the axes that do not shard it. Afterwards types are plain."""
 
@@ -92,44 +102,115 @@ def finish_reduction(grads: object) -> object:
     return jax.tree.map(reduce, grads)
 
 
-def gather_weight(weight: jax.Array, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeldWeight:
+    """A weight that was gathered ahead of its use, and the shard that its gradient is reduce-scattered to."""
+
+    shard: jax.Array
+    """As at rest; differentiated, never read."""
+    whole: jax.Array
+    """Result of ``gather_shards``; read, never differentiated."""
+
+    def __getitem__(self, index: object) -> HeldWeight:
+        """NNX reads a variable as ``value[...]``."""
+        assert index is Ellipsis, "a held weight is opened before it is indexed"
+        return self
+
+
+def sharded_dim(spec: P) -> int | None:
+    """The dim of a dense weight that the gather axes shard, if there is one."""
+    found = [dim for dim, entry in enumerate(spec.partitions) if set(axes_of(entry)) & set(GATHER_AXES)]
+    assert len(found) <= 1, f"the gather axes shard dims {found} of {spec}"
+    return found[0] if found else None
+
+
+def gather_shards(weight: jax.Array, dim: int, compute: jnp.dtype) -> jax.Array:
+    """The weight whole in one dim and ``reduced`` over the axes that shard it, cast before it travels.
+
+    Args:
+        weight: may be ``reduced`` over other axes.
+        dim: the dim to make whole.
+        compute: dtype of the result.
+    """
+    spec = spec_of(weight)
+    axes = axes_of(spec.partitions[dim])
+    gather = island(
+        lambda w: lax.all_gather(w.astype(compute), axes, axis=dim, tiled=True, to="reduced"),
+        in_specs=spec,
+        out_specs=P(*_without(spec, dim), reduced={*spec.reduced, *axes}),
+    )
+    return gather(weight)
+
+
+def scatter_gradient(grad: jax.Array, spec: P, dim: int, reduce: jnp.dtype) -> jax.Array:
+    """Partial sums of a whole weight's gradient -> the shard of their sum, reduce-scattered over the axes of a dim.
+
+    Args:
+        grad: whole in ``dim``, ``unreduced`` over the axes that shard it and over ``spec.reduced``.
+        spec: of the weight that ``gather_shards`` was given.
+        dim: the dim that it made whole.
+        reduce: dtype that travels, and of the result.
+    """
+    axes = axes_of(spec.partitions[dim])
+    scatter = island(
+        lambda g: lax.psum_scatter(g.astype(reduce), axes, scatter_dimension=dim, tiled=True),
+        in_specs=P(*_without(spec, dim), unreduced={*spec.reduced, *axes}),
+        out_specs=P(*spec.partitions, unreduced=spec.reduced),
+    )
+    return scatter(grad)
+
+
+def _without(spec: P, dim: int) -> list:
+    """Entries of a spec with one dim whole."""
+    return [None if d == dim else entry for d, entry in enumerate(spec.partitions)]
+
+
+def opened(weight: jax.Array | HeldWeight, reduce: jnp.dtype) -> jax.Array:
+    """A weight as it is to be used: one that is held is whole, and its gradient is reduce-scattered to its shard."""
+    if not isinstance(weight, HeldWeight):
+        return weight
+    spec, dtype = spec_of(weight.shard), weight.shard.dtype
+    entries = zip(spec.partitions, spec_of(weight.whole).partitions, strict=True)
+    (dim,) = [dim for dim, (at_rest, in_use) in enumerate(entries) if at_rest != in_use]
+
+    def scatter(_: None, grad: jax.Array) -> tuple[jax.Array, None]:
+        return scatter_gradient(grad, spec, dim, reduce).astype(dtype), None
+
+    @jax.custom_vjp
+    def use(_shard: jax.Array, whole: jax.Array) -> jax.Array:
+        return whole
+
+    use.defvjp(lambda _, whole: (whole, None), scatter)
+    return use(weight.shard, weight.whole)
+
+
+def gather_weight(weight: jax.Array | HeldWeight, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
     """One block's weight, whole over the gather axes, in the compute dtype.
 
     The cast happens before the gather, so ``compute`` is what travels; the gradient is reduce-scattered in ``reduce``
     and handed back in the weight's own dtype. Sharding over ``tensor`` stays as it is.
 
     Args:
-        weight: sharded over ``GATHER_AXES`` on at most one dim; may be ``reduced`` over other axes.
+        weight: sharded over ``GATHER_AXES`` on at most one dim; may be ``reduced`` over other axes; or held.
         compute: dtype of the result.
         reduce: dtype of the gradient's reduce-scatter.
     """
-    spec = spec_of(weight)
-    sharded = [dim for dim, entry in enumerate(spec.partitions) if set(axes_of(entry)) & set(GATHER_AXES)]
-    if not sharded:
+    weight = opened(weight, reduce)
+    spec, dtype = spec_of(weight), weight.dtype
+    dim = sharded_dim(spec)
+    if dim is None:
         return weight.astype(compute)
-    (dim,) = sharded
-    axes = axes_of(spec.partitions[dim])
-    whole = [None if d == dim else entry for d, entry in enumerate(spec.partitions)]
-    deferred = frozenset(spec.reduced)
-    everywhere = deferred | set(axes)
-
-    gather = island(
-        lambda w: lax.all_gather(w.astype(compute), axes, axis=dim, tiled=True, to="reduced"),
-        in_specs=spec,
-        out_specs=P(*whole, reduced=everywhere),
-    )
-    scatter = island(
-        lambda g: lax.psum_scatter(g.astype(reduce), axes, scatter_dimension=dim, tiled=True),
-        in_specs=P(*whole, unreduced=everywhere),
-        out_specs=P(*spec.partitions, unreduced=deferred),
-    )
 
     # Plain autodiff would reduce-scatter in the compute dtype, because the cast is inside the island.
     @jax.custom_vjp
     def gathered(w: jax.Array) -> jax.Array:
-        return gather(w)
+        return gather_shards(w, dim, compute)
 
-    gathered.defvjp(lambda w: (gather(w), None), lambda _, g: (scatter(g).astype(weight.dtype),))
+    def scatter(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        return (scatter_gradient(grad, spec, dim, reduce).astype(dtype),)
+
+    gathered.defvjp(lambda w: (gathered(w), None), scatter)
     return gathered(weight)
 
 

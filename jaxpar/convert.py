@@ -38,6 +38,7 @@ from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.hf import hf_ignored, hf_keymap, unpadded_shapes
 from jaxpar.plan.parameters import param_count
 from jaxpar.reshard import (
+    AVERAGE,
     CONVERTIBLE,
     FLOAT_TYPES,
     PARAMS,
@@ -192,6 +193,8 @@ class Export:
     model: ModelConfig
     config: Mapping[str, Any]
     """Content of config.json."""
+    prefix: str
+    """What the names of the exported weights begin with in the source."""
     side_directory: Path | None
     """Where tokenizer files come from; None: there are none."""
     identity: str
@@ -204,10 +207,12 @@ class Export:
     @property
     def param_names(self) -> list[str]:
         """Parameters in the source."""
-        return [name for name in self.arrays.types if name.startswith(PARAMS)]
+        return [name for name in self.arrays.types if name.startswith(self.prefix)]
 
 
-def plan_export(source: str, *, step: int | None, dtype: str | None, tokenizer: str | None) -> Export:
+def plan_export(
+    source: str, *, step: int | None, dtype: str | None, tokenizer: str | None, weights: str = "params"
+) -> Export:
     """Looks at a checkpoint and decides what the Hugging Face directory will hold. Reads no arrays.
 
     Args:
@@ -216,9 +221,10 @@ def plan_export(source: str, *, step: int | None, dtype: str | None, tokenizer: 
         dtype: Float type of the tensors; None keeps the stored one.
         tokenizer: Directory with the tokenizer files to carry along; None takes those that the weights came with, or
             those beside the ``tokenizer.json`` that the run was trained with.
+        weights: ``params``, or ``ema`` for their moving average.
 
     Raises:
-        CheckpointError: There is no such complete step, or it does not say what model it holds.
+        CheckpointError: There is no such complete step, it does not say what model it holds, or has no such weights.
         ConfigError: transformers has no such model.
     """
     directory, step = choose_step(source, step)
@@ -228,7 +234,10 @@ def plan_export(source: str, *, step: int | None, dtype: str | None, tokenizer: 
     if settings is None:
         raise CheckpointError(f"{step_directory} does not say what model it holds, so it cannot be exported")
     model = ModelConfig(**settings)
-    tensors = ExportedTensors(arrays, hf_keymap(model), prefix=PARAMS)
+    prefix = {"params": PARAMS, "ema": AVERAGE}[weights]
+    if not any(name.startswith(prefix) for name in arrays.types):
+        raise CheckpointError(f"{step_directory} has no section {weights}; sections: {', '.join(arrays.sections)}")
+    tensors = ExportedTensors(arrays, hf_keymap(model), prefix=prefix)
     types = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, FLOAT_TYPES[dtype] if dtype and np.dtype(leaf.dtype) in CONVERTIBLE else leaf.dtype
@@ -248,8 +257,9 @@ def plan_export(source: str, *, step: int | None, dtype: str | None, tokenizer: 
         config=write_model_settings(
             model, written, original=original, max_positions=None if "max_position_embeddings" in original else seq_len
         ),
+        prefix=prefix,
         side_directory=side_directory,
-        identity=f"{files_identity(step_directory)} {written}",
+        identity=f"{files_identity(step_directory)} {written} {weights}",
     )
 
 
@@ -356,7 +366,7 @@ def _compare(planned: Export, work: Path, slab_bytes: int, progress: Progress) -
             hf_keymap(model),
             shapes=unpadded_shapes(model),
             ignored=hf_ignored(model),
-            prefix=PARAMS,
+            prefix=planned.prefix,
             origin=str(work),
         )
         if changed := [name for name, leaf in planned.types.items() if not _same_type(directory.types.get(name), leaf)]:

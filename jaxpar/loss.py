@@ -22,13 +22,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from jaxpar.collectives import current_mesh, island, spec_of, unreduced, varying
+from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, unreduced, varying
 from jaxpar.config.schema import ModelConfig
 from jaxpar.mesh import used_axes
 from jaxpar.model.decoder import Decoder, Numerics
 from jaxpar.model.moe import Routing
 from jaxpar.model.zigzag import split_sequence
-from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, TOKEN_AXES, axes_of
+from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, axes_of
 
 LOGITS_BYTES = 512 * 2**20
 """Largest float32 logits of one chunk on one device when ``train.loss_chunk_tokens`` is 0."""
@@ -47,6 +47,8 @@ class LossOptions:
     numerics: Numerics
     tied: bool
     """The head is an embedding [V, D] instead of [D, V]."""
+    vocab_axes: tuple[str, ...] = ()
+    """Mesh axes that split the vocabulary; filled in where the loss knows them."""
 
 
 def next_token_loss(
@@ -66,7 +68,20 @@ def next_token_loss(
         holds ``balance_loss`` and ``router_z_loss``, without their coefficients, and ``routing``, see
         ``jaxpar.model.moe.Routing``.
     """
-    x_bsd, routing = decoder.hidden_and_routing(batch["tokens"], batch["positions"], batch["segment_ids"])
+    hidden = decoder.hidden_and_routing(batch["tokens"], batch["positions"], batch["segment_ids"])
+    return hidden_loss(decoder, *hidden, batch, z_loss=z_loss, chunk_tokens=chunk_tokens)
+
+
+def hidden_loss(
+    decoder: Decoder,
+    x_bsd: jax.Array,
+    routing: Routing,
+    batch: Mapping[str, jax.Array],
+    *,
+    z_loss: float = 0.0,
+    chunk_tokens: int = 0,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """``next_token_loss`` of what ``Decoder.hidden_and_routing`` returns; reads only the head of the decoder."""
     head, tied = decoder.head_weight
     options = LossOptions(
         vocab_size=decoder.model.vocab_size,
@@ -106,7 +121,8 @@ def token_cross_entropy(
     Args:
         options: static options.
         x_bsd: final hidden states, S sharded over ``context`` and ``tensor``.
-        head: [D, V] or [V, D], V over ``tensor``, D over the gather axes.
+        head: [D, V] or [V, D], V over ``tensor``, D over the gather axes. Inside a pipeline V is first split over the
+            stages, all of which have the same ``x_bsd``.
         labels_bs: int32, 0 <= label < vocab_size wherever the weight is not 0; S sharded over ``context``.
         weights_bs: float32, likewise.
     """
@@ -133,14 +149,16 @@ def _island(options, x_bsd, head, labels_bs, weights_bs, *, with_gradient):
     """Run ``_local`` with the right specs."""
     token_spec = spec_of(labels_bs)
     x_spec, head_spec = spec_of(x_bsd), spec_of(head)
-    body = partial(_local, options, head_spec, with_gradient)
+    vocab_axes = (*stage_axes(head), *used_axes(current_mesh(), (SEQUENCE_AXIS,)))
+    token_axes = tuple(axis for entry in token_spec.partitions for axis in axes_of(entry))
+    body = partial(_local, dataclasses.replace(options, vocab_axes=vocab_axes), head_spec, token_axes, with_gradient)
     out_specs = (P(), P())
     if with_gradient:
         out_specs = (out_specs, (x_spec, P(*head_spec.partitions, unreduced=head_spec.reduced)))
     return island(body, (x_spec, head_spec, token_spec, token_spec), out_specs)(x_bsd, head, labels_bs, weights_bs)
 
 
-def _local(options, head_spec, with_gradient, x, head, labels, weights):
+def _local(options, head_spec, token_axes, with_gradient, x, head, labels, weights):
     """Loss of one device's tokens against one vocabulary shard: gather, chunks, reduce."""
     mesh = current_mesh()
     numerics = options.numerics
@@ -154,13 +172,14 @@ def _local(options, head_spec, with_gradient, x, head, labels, weights):
         head = lax.all_gather(head, gather_axes, axis=embed_dim, tiled=True)
 
     sums, (grad_x, grad_head) = _scan_chunks(options, with_gradient, x, head, labels, weights)
-    token_axes = used_axes(mesh, TOKEN_AXES)
     sums = tuple(lax.psum(s, token_axes) if token_axes else s for s in sums)
     if not with_gradient:
         return sums
     if split_vocab:
         # Each vocabulary shard knows its own part of the hidden states' gradient.
         grad_x = lax.psum_scatter(grad_x, SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
+    if stages := tuple(axis for axis in options.vocab_axes if axis != SEQUENCE_AXIS):
+        grad_x = lax.psum(grad_x, stages)
     if gather_axes:
         grad_head = lax.psum_scatter(grad_head, gather_axes, scatter_dimension=embed_dim, tiled=True)
     return sums, (grad_x, unreduced(grad_head.astype(head_dtype), head_spec.reduced))
@@ -190,8 +209,8 @@ def _scan_chunks(options, with_gradient, x, head, labels, weights):
         sums, grad_x, grad_head = _chunk(options, with_gradient, head, *(a[0] for a in inputs))
     else:
         # What a value varies over is part of its type, so the scan must start from zeros of the right type.
-        by_tokens = used_axes(current_mesh(), TOKEN_AXES)
-        by_tokens_and_vocab = used_axes(current_mesh(), (*TOKEN_AXES, SEQUENCE_AXIS))
+        by_tokens = tuple(jax.typeof(labels).mat.varying)
+        by_tokens_and_vocab = (*by_tokens, *options.vocab_axes)
         sums = (_zeros((), jnp.float32, by_tokens),) * 2
         grad_head = _zeros(head.shape, options.numerics.reduce, by_tokens_and_vocab) if with_gradient else None
         (sums, grad_head), grad_x = lax.scan(body, (sums, grad_head), inputs)
@@ -207,18 +226,18 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str, ...]) -> j
 
 def _chunk(options, with_gradient, head, x_cd, labels_c, weights_c):
     """Sums of one chunk, and gradients of its first sum with respect to hidden states and head."""
-    sharded = current_mesh().shape[SEQUENCE_AXIS] > 1
     shard_vocab = head.shape[0 if options.tied else 1]
-    first_id = lax.axis_index(SEQUENCE_AXIS) * shard_vocab if sharded else 0
-    across = (lambda a: lax.psum(a, SEQUENCE_AXIS)) if sharded else (lambda a: a)
+    axes = options.vocab_axes
+    first_id = lax.axis_index(axes) * shard_vocab if axes else 0
+    across = (lambda a: lax.psum(a, axes)) if axes else (lambda a: a)
 
     head_axes = "vd" if options.tied else "dv"
     logits = jnp.einsum(f"cd,{head_axes}->cv", x_cd, head, preferred_element_type=jnp.float32)
     ids = first_id + jnp.arange(shard_vocab)
     logits = jnp.where(ids < options.vocab_size, logits, -jnp.inf)
     highest = lax.stop_gradient(logits.max(-1))
-    if sharded:
-        highest = lax.pmax(highest, SEQUENCE_AXIS)
+    if axes:
+        highest = lax.pmax(highest, axes)
     exps = jnp.exp(logits - highest[:, None])
     total = across(exps.sum(-1))
     log_partition = jnp.log(total) + highest

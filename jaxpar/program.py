@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from functools import cached_property, partial
 
@@ -18,10 +19,13 @@ from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
 from jaxpar.model.dispatch import Exchange
 from jaxpar.optim import make_optimizer
+from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
+from jaxpar.stages import StagedDecoder
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
-from jaxpar.step import LossFn, make_eval_step, make_train_step
+from jaxpar.step import Accumulate, Evaluate, LossFn, accumulate, evaluate, make_eval_step, make_train_step
+from jaxpar.strategy import FsdpStrategy
 
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -39,13 +43,24 @@ def decoder_definition(
     remat: str = "none",
     context_mode: str = "auto",
     exchange: Exchange | None = None,
+    attention: str = "xla",
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, context_mode, exchange)
+        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention)
 
     return ModelDefinition(make_decoder)
+
+
+def accelerator_of(device: jax.Device) -> Accelerator:
+    """What the choice of an attention kernel needs to know of a device."""
+    capability = getattr(device, "compute_capability", None)
+    return Accelerator(
+        name=device.device_kind,
+        capability=tuple(int(part) for part in capability.split(".")) if capability else None,
+        has_tokamax=importlib.util.find_spec("tokamax") is not None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,22 +72,29 @@ class Program:
     definition: ModelDefinition
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
+    attention: AttentionChoice
 
     @classmethod
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
-        """The program of a plan on ``devices`` (default: all)."""
+        """The program of a plan on ``devices`` (default: all).
+
+        Raises:
+            ConfigError: the attention kernel that the config asks for cannot do the work on these devices.
+        """
         config = plan.config
         mesh = make_mesh(plan.mesh, devices)
+        chosen = choose_attention(config, plan.mesh["context"], accelerator_of(mesh.devices.flat[0]))
         exchange = Exchange(
             mode=config.mesh.expert_exchange,
             receive_factor=config.mesh.expert_receive_factor,
             platform=mesh.devices.flat[0].platform,
         )
-        options = (config.train.remat, config.mesh.context_mode, exchange)
+        options = (config.train.remat, config.mesh.context_mode, exchange, chosen.kernel)
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,
             mesh=mesh,
+            attention=chosen,
             definition=definition,
             optimizer=make_optimizer(
                 config.optim,
@@ -88,10 +110,36 @@ class Program:
         """The plan's config."""
         return self.plan.config
 
+    @property
+    def averages(self) -> bool:
+        """Whether the state has a moving average of the parameters."""
+        return self.config.optim.ema_decay > 0
+
+    def eval_params(self, state: TrainState) -> dict:
+        """The parameters that are validated, see ``train.eval_params``."""
+        return state.ema if self.config.train.eval_params == "ema" else state.params
+
+    @cached_property
+    def accumulate(self) -> Accumulate:
+        """Gradients and means of a batch; through the stages of a pipeline, if the mesh has one."""
+        if self._staged:
+            return self._staged.accumulate
+        return partial(accumulate, self.definition, self.loss_fn, strategy=FsdpStrategy.of(self.config))
+
+    @cached_property
+    def evaluate(self) -> Evaluate:
+        """Sums of a validation batch, likewise."""
+        return self._staged.evaluate if self._staged else partial(evaluate, self.definition, self.loss_fn)
+
+    @cached_property
+    def _staged(self) -> StagedDecoder | None:
+        num_stages = self.mesh.shape["pipeline"]
+        return StagedDecoder.of(self.config, self.definition, num_stages) if num_stages > 1 else None
+
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the training state."""
-        return abstract_state(self.definition, self.optimizer, self.mesh)
+        return abstract_state(self.definition, self.optimizer, self.mesh, averages=self.averages)
 
     @cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -108,25 +156,25 @@ class Program:
         # XLA:CPU would spend 12 s instead of 3 on making the random bits of a tiny model fast (jaxlib 0.12.0.1).
         options = {"xla_backend_optimization_level": 1} if on_cpu else None
         with jax.set_mesh(self.mesh):
-            make = make_init(self.definition, self.optimizer, self.mesh)
+            make = make_init(self.definition, self.optimizer, self.mesh, averages=self.averages)
             return jax.jit(make, out_shardings=shardings, compiler_options=options)(jax.random.key(seed))
 
     def start_from(self, params: dict) -> TrainState:
         """A state at step 0 with given parameters, already sharded as ``abstract_state.params``."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         with jax.set_mesh(self.mesh):
-            make = jax.jit(partial(fresh_state, optimizer=self.optimizer), out_shardings=shardings, donate_argnums=0)
-            return make(params)
+            fresh = partial(fresh_state, optimizer=self.optimizer, averages=self.averages)
+            return jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
 
     def lower_train_step(self) -> jax.stages.Lowered:
         """The training step, traced: (state, batch) -> (state, metrics), with the state donated."""
-        step = make_train_step(self.config, self.definition, self.optimizer, self.loss_fn)
+        step = make_train_step(self.config, self.optimizer, self.accumulate)
         return self._lower(step, self.abstract_state, self.abstract_batch, donate=(0,))
 
     def lower_eval_step(self) -> jax.stages.Lowered:
         """The validation step, traced: (params, batch) -> sums."""
-        step = make_eval_step(self.config, self.definition, self.loss_fn)
-        return self._lower(step, self.abstract_state.params, self.abstract_batch)
+        step = make_eval_step(self.config, self.evaluate)
+        return self._lower(step, self.eval_params(self.abstract_state), self.abstract_batch)
 
     def _lower(self, function, *abstract_args, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
         """Compiled ahead of time: one executable, which refuses arrays of another layout instead of recompiling.

@@ -41,6 +41,9 @@ CONVERTIBLE = {*FLOAT_TYPES.values(), np.dtype(np.float16)}
 PARAMS = "params/"
 """What the names of parameters begin with."""
 
+AVERAGE = "ema/"
+"""What the names of their moving average begin with; it is float32 in every run."""
+
 _PROBE_BYTES = 64 * 2**20
 
 
@@ -221,7 +224,8 @@ def plan_copy(
     new = {}
     for name, array in types.items():
         stored = np.dtype(array.dtype)
-        target = FLOAT_TYPES[dtype] if dtype and stored in CONVERTIBLE else stored
+        converts = dtype and stored in CONVERTIBLE and not name.startswith(AVERAGE)
+        target = FLOAT_TYPES[dtype] if converts else stored
         shard = after[name].shard if after else array.shape
         chunk = chunk_for_shards(array.shape, shard, target.itemsize)
         sharding = described_sharding(mesh, after[name].spec) if after else None

@@ -28,6 +28,7 @@ from jaxpar.program import Program
 from jaxpar.state import TrainState
 
 SECTIONS = ("params", "optimizer")
+"""What every state of a run has; ``optim.ema_decay`` adds ``ema``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ def save(
 ) -> None:
     """Start saving the whole state of the run, asynchronously."""
     config = program.config
-    sections = {name: getattr(state, name) for name in SECTIONS}
+    sections = state.sections
     known = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
     metadata = {
         "jaxpar": jaxpar.__version__,
@@ -165,7 +166,7 @@ def restore(store: Store, step: int, program: Program) -> tuple[TrainState, Plac
     """
     with damage_for_all():
         metadata = store.metadata(step)
-    abstract = {name: getattr(program.abstract_state, name) for name in SECTIONS}
+    abstract = program.abstract_state.sections
     sections = store.restore(
         step,
         abstract,
@@ -240,8 +241,20 @@ def check_same_run(directory: Path, step: int, config: Config, dataset: TokenDat
         for key in before | now
         if before.get(key) != now.get(key)
     ]
+    problems += _average_problems(config, "ema" in sections, f"step {step} of {directory}")
     if problems:
         raise ConfigError(problems)
+
+
+def _average_problems(config: Config, is_stored: bool, what: str) -> list[Problem]:
+    """The average of a run covers all of its steps, or none."""
+    decay = config.optim.ema_decay
+    if (decay > 0) == is_stored:
+        return []
+    message = f"{what} has an average of the params, which would be lost" if is_stored else f"{what} has none to go on"
+    remedy = "give the decay that it was trained with" if is_stored else "set optim.ema_decay=0"
+    remedy += ", or start a new run from its weights with model.init_from"
+    return [Problem(key="optim.ema_decay", value=decay, message=message, remedy=remedy)]
 
 
 _FREE_MODEL_KEYS = {"preset", "init_from", "init_std", "vocab_multiple"}

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import used_axes
@@ -22,6 +22,8 @@ GATHER_AXES = ("fsdp", "expert", "context")
 """Mesh axes that shard dense weights at rest; a block gathers its weights over them just before use."""
 CONTEXT_AXIS = "context"
 """Mesh axis that splits the sequence everywhere, in zig-zag order (see ``jaxpar.model.zigzag``)."""
+GATHERED_DIMS = ("embed", "expert_embed")
+"""Logical axes of the dims that are whole when a weight is used, unlike ``experts``, whatever mesh axes shard them."""
 SEQUENCE_AXIS = "tensor"
 """Mesh axis that between blocks splits what is left of the sequence (sequence parallel)."""
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
@@ -29,7 +31,7 @@ TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
-    "vocab": ("tensor",),
+    "vocab": ("pipeline", "tensor"),
     "embed": GATHER_AXES,
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -93,8 +95,9 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def batch_entry(mesh: Mesh) -> str | tuple[str, ...] | None:
-    """Spec entry of a dim that holds the rows of a batch."""
-    return _entry(used_axes(mesh, BATCH_AXES))
+    """Spec entry of a dim that holds the rows of a batch; without axes that are manual here: those have split it."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return _entry(tuple(axis for axis in used_axes(mesh, BATCH_AXES) if types[axis] != AxisType.Manual))
 
 
 def context_entry(mesh: Mesh) -> str | None:

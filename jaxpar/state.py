@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.optim import first_average
 from jaxpar.sharding import spec_for
 
 
@@ -27,6 +28,14 @@ class TrainState:
     """Nested dict of parameters in their master dtype."""
     optimizer: optax.OptState
     """Mirrors ``params`` leaf by leaf; scalars are replicated on the mesh."""
+    ema: dict | None = None
+    """Moving average of ``params`` in float32, with their shardings; None without ``optim.ema_decay``."""
+
+    @property
+    def sections(self) -> dict[str, object]:
+        """What is saved, by name; the step is in a checkpoint's metadata."""
+        sections = {"params": self.params, "optimizer": self.optimizer, "ema": self.ema}
+        return {name: tree for name, tree in sections.items() if tree is not None}
 
 
 class ModelDefinition:
@@ -107,26 +116,39 @@ def _name(path: tuple) -> str:
 
 
 def make_init(
-    definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh
+    definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh, *, averages: bool = False
 ) -> Callable[[jax.Array], TrainState]:
     """Function from a PRNG key to a TrainState; call under jit and ``jax.set_mesh(mesh)``."""
 
     def init(key: jax.Array) -> TrainState:
-        return fresh_state(definition.init(key, mesh), optimizer)
+        return fresh_state(definition.init(key, mesh), optimizer, averages=averages)
 
     return init
 
 
-def fresh_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
-    """State at step 0 of given parameters; optimizer state takes their shardings."""
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer.init(params))
+def fresh_state(params: dict, optimizer: optax.GradientTransformation, *, averages: bool = False) -> TrainState:
+    """State at step 0 of given parameters; optimizer state takes their shardings.
+
+    Args:
+        params: Nested dict of parameters.
+        optimizer: Whose state is made.
+        averages: Whether the state has a moving average of the parameters.
+    """
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        optimizer=optimizer.init(params),
+        ema=first_average(params) if averages else None,
+    )
 
 
-def abstract_state(definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    definition: ModelDefinition, optimizer: optax.GradientTransformation, mesh: Mesh, *, averages: bool = False
+) -> TrainState:
     """Shapes, dtypes and shardings of the whole state: all that planning, restoring and reporting need."""
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(
-            partial(fresh_state, optimizer=optimizer),
+            partial(fresh_state, optimizer=optimizer, averages=averages),
             definition.abstract_on(mesh),
         )
 

@@ -9,20 +9,26 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxpar.collectives import defer_reduction, finish_reduction, zero_gradients
 from jaxpar.config.schema import Config
 from jaxpar.model.moe import load_metrics, rebalance
-from jaxpar.optim import learning_rate
+from jaxpar.optim import learning_rate, next_average
 from jaxpar.state import ModelDefinition, TrainState
+from jaxpar.strategy import FULL, FsdpStrategy
 
 LossFn = Callable[[nnx.Module, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
 """(model, microbatch) -> (weighted sum of losses, sum of weights, other weighted sums to report)."""
 Batch = Mapping[str, jax.Array]
 """Arrays [microbatches, rows, sequence]."""
 Metrics = dict[str, jax.Array]
+Accumulate = Callable[[dict, Batch], tuple[dict, Metrics]]
+"""(params, batch) -> (gradients, means), see ``accumulate``."""
+Evaluate = Callable[[dict, Batch], Metrics]
+"""(params, batch) -> sums, see ``evaluate``."""
 
 
-def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch: Batch) -> tuple[dict, Metrics]:
+def accumulate(
+    definition: ModelDefinition, loss_fn: LossFn, params: dict, batch: Batch, strategy: FsdpStrategy = FULL
+) -> tuple[dict, Metrics]:
     """Gradients of the mean loss over all tokens of all microbatches, and the means themselves.
 
     Sums and weights of microbatches are added and divided once at the end, so that every token counts the same
@@ -33,14 +39,14 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
         Gradients with the shardings of ``params``, and scalars ``loss`` (cross entropy and z-loss), ``tokens`` (sum
         of weights) and whatever ``loss_fn`` reports; ``routing`` holds sums, not means.
     """
-    marked = defer_reduction(params)
+    weights = strategy.prepare(params, definition.logical_axes)
 
-    def objective(marked: dict, microbatch: Batch) -> tuple[jax.Array, Metrics]:
-        total, weight, sums = loss_fn(definition.bind(marked), microbatch)
+    def objective(differentiated: dict, microbatch: Batch) -> tuple[jax.Array, Metrics]:
+        total, weight, sums = loss_fn(definition.bind(weights.for_model(differentiated)), microbatch)
         return total, {"loss": total, "tokens": weight, **sums}
 
     def backward(microbatch: Batch) -> tuple[dict, Metrics]:
-        return jax.grad(objective, has_aux=True)(marked, microbatch)
+        return jax.grad(objective, has_aux=True)(weights.differentiated, microbatch)
 
     def add(carry: tuple[dict, Metrics], microbatch: Batch) -> tuple[tuple[dict, Metrics], None]:
         return jax.tree.map(jnp.add, carry, backward(microbatch)), None
@@ -50,12 +56,31 @@ def accumulate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch
         grads, sums = backward(first)
     else:
         zero_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(backward, first)[1])
-        (grads, sums), _ = jax.lax.scan(add, (zero_gradients(marked), zero_sums), dict(batch))
+        (grads, sums), _ = jax.lax.scan(add, (weights.zero_gradients(), zero_sums), dict(batch))
 
+    return mean_over_tokens(weights.finish(grads), sums)
+
+
+def mean_over_tokens(grads: dict, sums: Metrics) -> tuple[dict, Metrics]:
+    """Gradients and sums over all microbatches as means over their ``tokens``; these themselves stay a sum."""
     weight = jnp.maximum(sums["tokens"], 1e-9)
-    grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), finish_reduction(grads))
+    grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
     counted = {name: sums[name] for name in ("tokens", "routing") if name in sums}
     return grads, {name: value / weight for name, value in sums.items() if name not in counted} | counted
+
+
+def evaluate(definition: ModelDefinition, loss_fn: LossFn, params: dict, batch: Batch) -> Metrics:
+    """Sums of cross entropy and tokens over the batch's microbatches, in float32."""
+
+    def add(sums: Metrics, microbatch: Batch) -> tuple[Metrics, None]:
+        _, weight, extra = loss_fn(definition.bind(params), microbatch)
+        return {
+            "cross_entropy": sums["cross_entropy"] + extra["cross_entropy"],
+            "tokens": sums["tokens"] + weight,
+        }, None
+
+    zero = {"cross_entropy": jnp.zeros(()), "tokens": jnp.zeros(())}
+    return jax.lax.scan(add, zero, dict(batch))[0]
 
 
 def update(
@@ -81,40 +106,35 @@ def update(
             metrics["routing"]
         )
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
-    params, moments = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (params, moments), (state.params, state.optimizer)
+    ema = None if state.ema is None else next_average(state.ema, params, config.optim.ema_decay)
+    params, moments, ema = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (params, moments, ema),
+        (state.params, state.optimizer, state.ema),
     )
     metrics = {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped": 1.0 - finite}
-    return TrainState(step=state.step + 1, params=params, optimizer=moments), metrics
+    return TrainState(step=state.step + 1, params=params, optimizer=moments, ema=ema), metrics
 
 
 def make_train_step(
-    config: Config, definition: ModelDefinition, optimizer: optax.GradientTransformation, loss_fn: LossFn
+    config: Config, optimizer: optax.GradientTransformation, accumulate: Accumulate
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """(state, batch) -> (state, metrics). Jit it with the state donated, under ``jax.set_mesh``."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with matmul_precision(config):
-            grads, metrics = accumulate(definition, loss_fn, state.params, batch)
+            grads, metrics = accumulate(state.params, batch)
         return update(config, optimizer, state, grads, metrics)
 
     return train_step
 
 
-def make_eval_step(config: Config, definition: ModelDefinition, loss_fn: LossFn) -> Callable[[dict, Batch], Metrics]:
+def make_eval_step(config: Config, evaluate: Evaluate) -> Callable[[dict, Batch], Metrics]:
     """(params, batch) -> sums of cross entropy and tokens over the batch's microbatches, in float32."""
 
     def eval_step(params: dict, batch: Batch) -> Metrics:
-        def add(sums: Metrics, microbatch: Batch) -> tuple[Metrics, None]:
-            _, weight, extra = loss_fn(definition.bind(params), microbatch)
-            return {
-                "cross_entropy": sums["cross_entropy"] + extra["cross_entropy"],
-                "tokens": sums["tokens"] + weight,
-            }, None
-
         with matmul_precision(config):
-            zero = {"cross_entropy": jnp.zeros(()), "tokens": jnp.zeros(())}
-            return jax.lax.scan(add, zero, dict(batch))[0]
+            return evaluate(params, batch)
 
     return eval_step
 

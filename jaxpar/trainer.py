@@ -24,6 +24,8 @@ from jaxpar.config.huggingface import PREFIX
 from jaxpar.data.dataset import Datasets, load_dataset
 from jaxpar.data.loader import Loader, validation_loader
 from jaxpar.events import Progress, RunLog, RunMetrics, StepReport, check_sinks, open_progress
+from jaxpar.events.progress import format_duration
+from jaxpar.events.stopwatch import Stopwatch, describe_shares
 from jaxpar.hf import hf_params
 from jaxpar.plan.catalogue import find_gpu
 from jaxpar.plan.experts import describe_exchange
@@ -31,9 +33,11 @@ from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.plan.resolve import check, resolve
 from jaxpar.program import Program
 from jaxpar.resume import Place
+from jaxpar.runtime.compiled import count_cache_use
 from jaxpar.runtime.interrupt import Interrupts, StopReason
 from jaxpar.runtime.lock import RunLock
 from jaxpar.runtime.memory import device_memory
+from jaxpar.runtime.profile import ProfileWindow
 from jaxpar.runtime.self_test import self_test
 from jaxpar.runtime.start import Processes, failed_process, meet, start, stop
 from jaxpar.runtime.vote import Ballot, StopVote
@@ -63,6 +67,8 @@ class Outcome:
     checkpoint: Path | None
     """Newest checkpoint, or None."""
     run_dir: Path
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Where the time of the loop went: ``total_s`` and its parts, see ``Stopwatch``; empty if no step was run."""
 
     def to_dict(self) -> dict[str, object]:
         """As JSON has it."""
@@ -73,6 +79,7 @@ class Outcome:
             "eval_loss": _json_number(self.eval_loss),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "run_dir": str(self.run_dir),
+            "seconds": self.seconds,
         }
 
 
@@ -113,7 +120,7 @@ class Trainer:
             found = resume.find_checkpoint(self.config)
             if unused := resume.unused_path(self.config, found):
                 log.warn(unused)
-            processes = start(self.config.runtime, say=log.say)
+            processes = start(self.config.runtime, run_dir=self.config.run.dir, say=log.say)
             with _one_end_for_all(processes, log):
                 plan = resolve(self.config, num_devices=processes.global_devices, **known)
                 if found:
@@ -167,7 +174,6 @@ class _Pending:
     metrics: dict[str, jax.Array]
     vote: jax.Array | int
     ids: list[int]
-    data_wait_s: float
 
 
 class _Loop:
@@ -212,9 +218,11 @@ class _Loop:
         )
         self.progress.phase("compiling the training step")
         started = time.perf_counter()
-        self.train_step = program.lower_train_step().compile()
-        self.eval_step = program.lower_eval_step().compile() if train.eval_every else None
-        self.log.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        with count_cache_use() as use:
+            self.train_step = program.lower_train_step().compile()
+            self.eval_step = program.lower_eval_step().compile() if train.eval_every else None
+        taken = ", from the compilation cache" if use.is_complete else ""
+        self.log.say(f"compiled in {time.perf_counter() - started:.1f} s{taken}")
         self.progress.phase("restoring" if found else "initialising")
         self.state, self.place = self._start(found)
         self.metrics = None
@@ -246,6 +254,11 @@ class _Loop:
         for note in self.loader.notes:
             self.log.say(note)
         self.vote = StopVote(program.mesh)
+        self.profile = ProfileWindow(
+            config.observe, Path(config.run.dir), process_id=self.processes.process_id, say=self.log.say
+        )
+        self.profile.check_reached(self.place.step + 1, self.last_step)
+        stack.callback(lambda: self.profile.stop(self.place.step))
         meet("ready to train")
 
     def _start(self, found: tuple[Path, int] | None) -> tuple[TrainState, Place]:
@@ -292,18 +305,23 @@ class _Loop:
         """Step until the last one, or until told to stop."""
         train, every = self.config.train, self.config.checkpoint.every
         pending: _Pending | None = None
-        self.clock = self.saved_at = time.perf_counter()
+        self.saved_at, self.watch = time.perf_counter(), Stopwatch()
         if self.eval_step and self.place.step == 0:
             self._evaluate()
         for batch in self.loader:
-            self.state, metrics = self.train_step(self.state, batch.arrays)
+            self.watch.add("data_wait", self.loader.wait_s)
             step = self.place.step + 1
+            if self.profile.begins(step):
+                self._finish(pending)
+                pending = None
+                self.profile.start(step)
+            with self.profile.annotate(step):
+                self.state, metrics = self.train_step(self.state, batch.arrays)
             started = _Pending(
                 step=step,
                 metrics=metrics,
                 vote=self.vote.cast(Ballot(interrupts.reason, self._save_is_due())),
                 ids=batch.ids.tolist() if self.config.observe.sample_ids else [],
-                data_wait_s=self.loader.wait_s,
             )
             self._finish(pending)
             self.store.check()
@@ -311,9 +329,12 @@ class _Loop:
             self.place = dataclasses.replace(self.place, step=step, position=batch.after)
             evaluates = self.eval_step and (step % train.eval_every == 0 or step == self.last_step)
             saves = self.save_voted or (every and step % every == 0)
-            if evaluates or saves or self.stop:
+            profiled = self.profile.ends(step)
+            if evaluates or saves or self.stop or profiled:
                 self._finish(pending)
                 pending = None
+            if profiled:
+                self.profile.stop(step)
             if evaluates:
                 self._evaluate()
             if saves:
@@ -327,15 +348,15 @@ class _Loop:
         """Wait for a step, record it, and stop the run if its numbers are not finite."""
         if pending is None:
             return
-        metrics = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
-        ballot = Ballot.of(pending.vote)
+        with self.watch.part("device_wait"):
+            metrics = {name: float(value) for name, value in jax.device_get(pending.metrics).items()}
+            ballot = Ballot.of(pending.vote)
         self.stop, self.save_voted = max(self.stop, ballot.reason), self.save_voted or ballot.save
-        now = time.perf_counter()
-        step_s, self.clock = now - self.clock, now
+        seconds = self.watch.row()
         self.loss = metrics["loss"]
         tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
         self.place = dataclasses.replace(self.place, tokens_seen=self.place.tokens_seen + tokens)
-        tokens_per_s = self.program.plan.tokens_per_step / step_s
+        tokens_per_s = self.program.plan.tokens_per_step / seconds["step_s"]
         flops = tokens_per_s * self.flops_per_token / self.program.mesh.size
         memory = device_memory() or {}
         report = StepReport(
@@ -344,8 +365,7 @@ class _Loop:
             grad_norm=metrics["grad_norm"],
             lr=metrics["lr"],
             tokens_per_s=tokens_per_s,
-            step_s=step_s,
-            data_wait_s=pending.data_wait_s,
+            **seconds,
             tflops=flops / 1e12,
             mfu=flops / self.peak_flops if self.peak_flops else None,
             memory_peak_bytes=max((m.peak_bytes for m in memory.values()), default=None),
@@ -424,16 +444,18 @@ class _Loop:
             prefetch=self.config.data.prefetch,
             num_batches=train.eval_batches,
         )
-        sums = [self.eval_step(self.state.params, batch.arrays) for batch in loader]
+        started = time.perf_counter()
+        sums = [self.eval_step(self.program.eval_params(self.state), batch.arrays) for batch in loader]
         sums = jax.device_get(sums)
+        eval_s = time.perf_counter() - started
+        self.watch.add("eval", eval_s)
         tokens = sum(float(s["tokens"]) for s in sums)
         self.eval_loss = sum(float(s["cross_entropy"]) for s in sums) / tokens if tokens else math.nan
         self.evaluated_at = self.place.step
         self.progress.evaluation(self.place.step, self.eval_loss, int(tokens))
         if self.metrics:
             row = {"step": self.place.step, "eval_loss": self.eval_loss, "eval_tokens": int(tokens)}
-            self._record(self.metrics.evaluation, row)
-        self.clock = time.perf_counter()
+            self._record(self.metrics.evaluation, row | {"eval_s": eval_s})
 
     def _save_is_due(self) -> bool:
         """Whether this process finds by its clock that it is time to save."""
@@ -443,19 +465,24 @@ class _Loop:
     def _save(self) -> None:
         self.progress.phase(f"saving step {self.place.step}")
         metrics = {"loss": self.loss, "eval_loss": self.eval_loss if self.evaluated_at == self.place.step else None}
-        resume.save(self.store, self.program, self.state, self.place, self.datasets.train, metrics)
+        with self.watch.part("save"):
+            resume.save(self.store, self.program, self.state, self.place, self.datasets.train, metrics)
         self.save_voted, self.saved_at, self.saved_step = False, time.perf_counter(), self.place.step
 
     def _leave(self) -> Outcome:
         """Save the last step, wait until it is on disk, and say where everything is."""
         self.log.say(self.order.progress(self.place.position))
-        self.store.wait()
+        with self.watch.part("save"):
+            self.store.wait()
         checkpoint = self.config.checkpoint
         on_interruption = self.stop and (checkpoint.every or checkpoint.every_minutes)
         wanted = self.place.step and (checkpoint.final or on_interruption)
         if wanted and self.place.step != self.saved_step:  # not asked of the disk: processes may see it differently
             self._save()
-            self.store.wait()
+            with self.watch.part("save"):
+                self.store.wait()
+        seconds = self.watch.totals()
+        self.log.say(f"time in the loop {format_duration(seconds['total_s'])}: {describe_shares(seconds)}")
         latest = self.store.latest()
         return Outcome(
             reason=self.stop,
@@ -464,6 +491,7 @@ class _Loop:
             eval_loss=self.eval_loss,
             checkpoint=self.store.directory / str(latest) if latest is not None else None,
             run_dir=Path(self.config.run.dir),
+            seconds=seconds,
         )
 
 
@@ -526,6 +554,7 @@ def _announce(program: Program, datasets: Datasets, processes: Processes, log: R
         f"{config.train.global_batch_size} rows x {config.data.seq_len}, {plan.rows_per_device} rows per device and "
         f"microbatch; compute {config.precision.compute}, reduce {config.precision.reduce}"
     )
+    log.say(program.attention.reason)
     if processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
         log.say(f"no peak is known for {processes.device_kind}: MFU is not reported")
     if model.num_experts:

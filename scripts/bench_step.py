@@ -125,6 +125,7 @@ def run_product(case: Case, directory: Path) -> TrainRun:
         f"data.num_samples={case.shape.rows * case.steps}",
         "checkpoint.every=0",
         "checkpoint.final=false",
+        "runtime.compilation_cache=off",
     ]
     command = [sys.executable, "-m", "jaxpar", "train", *overrides(case.shape, case.fsdp, 1), *settings]
     first_step_s = 0.0

@@ -1,6 +1,7 @@
 """Eight fake CPU devices for every test, set before anything imports JAX; and no time limit on examples."""
 
 import os
+import tempfile
 
 from hypothesis import settings
 
@@ -15,6 +16,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), *(f"{name}={value}" for name, value in FLAGS.items())]
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Runs that tests start share compiled programs with each other, not with those of the user.
+CACHE = tempfile.TemporaryDirectory(prefix="jaxpar-tests-")
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 # A loaded machine is slow, and no property is about time.
 settings.register_profile("patient", deadline=None)

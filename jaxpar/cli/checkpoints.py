@@ -56,6 +56,9 @@ def reshard(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="DIR", help="With --to hf: carry these tokenizer files along.")
     ] = None,
+    weights: Annotated[
+        str, typer.Option(metavar="NAME", help="With --to hf: params, or ema for their moving average.")
+    ] = "params",
     params_only: Annotated[bool, typer.Option("--params-only", help="Leave the optimizer state behind.")] = False,
     dtype: Annotated[str | None, typer.Option(help="Convert float arrays: float32 or bfloat16.")] = None,
     step: Step = None,
@@ -81,6 +84,7 @@ def reshard(
             to=to,
             key_map=key_map,
             tokenizer=tokenizer,
+            weights=weights,
             params_only=params_only,
             dtype=dtype,
             step=step,

@@ -10,9 +10,13 @@ from jaxpar.cli.bench import bench
 from jaxpar.cli.checkpoints import inspect, reshard, verify_checkpoint
 from jaxpar.cli.config import config
 from jaxpar.cli.data import data
+from jaxpar.cli.doctor import EPILOG as DOCTOR_EPILOG
+from jaxpar.cli.doctor import doctor
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
 from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
 from jaxpar.cli.plan import plan
+from jaxpar.cli.plot import EPILOG as PLOT_EPILOG
+from jaxpar.cli.plot import plot
 from jaxpar.cli.schedule import schedule
 from jaxpar.cli.sweep import EPILOG as SWEEP_EPILOG
 from jaxpar.cli.sweep import sweep
@@ -33,9 +37,11 @@ app.command("train", epilog=EPILOG)(train)
 app.command("config")(config)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("schedule")(schedule)
+app.command("plot", epilog=PLOT_EPILOG)(plot)
 app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
 app.command("verify", epilog=VERIFY_EPILOG)(verify)
 app.add_typer(bench, name="bench")
+app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
 app.add_typer(data, name="data")
 app.command("inspect")(inspect)
 app.command("verify-checkpoint")(verify_checkpoint)

@@ -41,6 +41,7 @@ class Request:
     to: str
     key_map: str | None
     tokenizer: str | None
+    weights: str = "params"
     params_only: bool
     dtype: str | None
     step: int | None
@@ -123,7 +124,13 @@ def _plan(request: Request) -> Resharding:
 
 def _export(request: Request, max_memory: int) -> None:
     """To a Hugging Face directory."""
-    planned = plan_export(request.source, step=request.step, dtype=request.dtype, tokenizer=request.tokenizer)
+    planned = plan_export(
+        request.source,
+        step=request.step,
+        dtype=request.dtype,
+        tokenizer=request.tokenizer,
+        weights=request.weights,
+    )
     place = Path(request.destination)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise _problem("DST", request.destination, "is there already", "nothing is overwritten: name another")
@@ -170,7 +177,10 @@ def _check_arguments(request: Request) -> None:
     if request.to == "hf" and (from_hf or request.key_map):
         what = "is a Hugging Face directory already" if from_hf else "comes with --key-map"
         raise _problem("SRC", request.source, what, "leave out --to, then export the jaxpar checkpoint that it makes")
+    if request.weights not in ("params", "ema"):
+        raise _problem("--weights", request.weights, "is not a set of weights", "params or ema")
     for name, value, applies in (
+        ("--weights", request.weights if request.weights != "params" else None, request.to == "hf"),
         ("--mesh", request.mesh, request.to == "jaxpar"),
         ("--tokenizer", request.tokenizer, request.to == "hf"),
         ("--config", request.config, request.to == "jaxpar"),

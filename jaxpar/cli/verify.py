@@ -120,6 +120,9 @@ def _print(report: Mapping, shrunk: Shrunk, ended: Ended) -> None:
             soft_wrap=True,
             markup=False,
         )
+        if report["not_compared"]:
+            names = ", ".join(report["not_compared"])
+            console.print(f"updates not compared, their true gradient is 0: {names}", style="dim", soft_wrap=True)
         return
     console.print(f"NOT EQUAL: {where}: {limit}", style="bold red", soft_wrap=True, markup=False)
     for name, value in report["grads"].items():

@@ -134,7 +134,7 @@ class MeshConfig:
     """Devices per mesh axis. The product must equal the device count; one axis may be -1 ("the rest")."""
 
     pipeline: Int = 1
-    """Pipeline stages. Planned by ``jaxpar plan``; training: not yet."""
+    """Pipeline stages: each holds a part of the layers, and microbatches pass from stage to stage; see pipeline."""
     data: Int = 1
     """Replicas whose gradients are all-reduced; with fsdp above 1 this is hybrid sharding (data across nodes, fsdp
     inside)."""
@@ -152,7 +152,9 @@ class MeshConfig:
     """How attention meets the keys and values of other context devices: ring passes them on while it computes,
     allgather collects a whole row's first. auto: ring where a device holds at least 2048 tokens of a row."""
     fsdp_strategy: Literal["full", "grads", "optimizer"] = "full"
-    """What fsdp shards: full (ZeRO-3: params, gradients, optimizer). grads (ZeRO-2) and optimizer (ZeRO-1): not yet."""
+    """What a step holds whole besides its shards. full (ZeRO-3): nothing, each block gathers its weights. grads
+    (ZeRO-2): all weights in the compute type, gathered once per step. optimizer (ZeRO-1): their gradients too,
+    reduce-scattered once per step. Master parameters and optimizer state are sharded by all three."""
     expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"
     """How tokens reach their experts: all_to_all sends each to the devices that need it; gather shows all tokens of the
     axis to all its devices; auto takes what moves fewer rows, gather where mesh.expert is below model.top_k."""
@@ -167,10 +169,10 @@ class MeshConfig:
 class PipelineConfig:
     """Pipeline schedule; used when mesh.pipeline is above 1."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """Order of forward and backward microbatches. Planned by ``jaxpar plan``; training: not yet."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth_first"] = "1f1b"
+    """Order of forward and backward microbatches; `jaxpar schedule` draws each. It never changes a result."""
     chunks: Positive = 1
-    """Chunks of layers per stage; only the interleaved schedule has more than 1, and it needs at least 2."""
+    """Chunks of layers per stage; only interleaved and breadth_first have more than 1, and they need at least 2."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -239,6 +241,10 @@ class TrainConfig:
     remat: Literal["none", "full"] = "full"
     """What the backward pass recomputes: full keeps only each block's input; none keeps activations (never gathered
     weights)."""
+    attention: Literal["auto", "xla", "cudnn", "tokamax"] = "auto"
+    """Attention kernel. auto: the fastest that can do the work, said in the log. cudnn: without packing. tokamax: also
+    packed (mosaic_gpu on Hopper and Blackwell, triton on other GPUs). xla: anywhere, with [S, S] scores in memory. One
+    that cannot do what is asked (CPU, type, head_dim, packing, an old GPU) is refused."""
     z_loss: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Coefficient of the squared log-partition penalty (PaLM, section 5), added to the loss."""
     loss_chunk_tokens: NonNegative = 0
@@ -247,6 +253,8 @@ class TrainConfig:
     """Steps between validation passes; there is also one before the first and after the last step. 0: no validation."""
     eval_batches: NonNegative = 0
     """Batches of one validation pass; 0: the whole validation split."""
+    eval_params: Literal["params", "ema"] = "params"
+    """What is validated: the parameters, or their moving average (optim.ema_decay)."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run naming the step, or leaves params and optimizer as they
     were."""
@@ -328,6 +336,9 @@ class OptimConfig:
     """Whether weight decay applies to the token embedding (and a tied head) and to learned positions."""
     clip_norm: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    ema_decay: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0
+    """Decay per step of a moving average of the parameters, kept in float32 beside them and saved with them; 0: none
+    is kept. For validation see train.eval_params; `jaxpar reshard --weights ema --to hf` exports it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -374,8 +385,10 @@ class RuntimeConfig:
     """Seconds to wait for all processes to arrive."""
     memory_fraction: Annotated[FiniteFloat, Field(gt=0, le=1)] = 0.92
     """Share of each GPU's memory that JAX reserves at start."""
-    compilation_cache: str | None = None
-    """Directory for compiled programs, so that a restart does not compile again."""
+    compilation_cache: str = "auto"
+    """Where compiled programs are kept, so that a restart does not compile again: a directory, or "off". auto:
+    ~/.cache/jaxpar/compiled (under XDG_CACHE_HOME if that is set), and run.dir/compiled for several processes, at most
+    4 GiB; JAX_COMPILATION_CACHE_DIR wins over auto."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)
@@ -386,6 +399,11 @@ class ObserveConfig:
     """Steps between lines of progress; metrics.jsonl has every step."""
     sample_ids: Bool = False
     """Adds the step's global record ids, in row order, to metrics.jsonl."""
+    profile_start: NonNegative = 0
+    """First step of a window whose XProf trace process 0 writes to run.dir/profile; 0: none. Steps 1 and 2 are slower
+    than the rest."""
+    profile_steps: Positive = 3
+    """Number of steps in that window; a trace grows with each."""
     tensorboard: Bool = False
     """Also write TensorBoard events under run.dir (needs the tensorboard extra)."""
     wandb_project: str | None = None

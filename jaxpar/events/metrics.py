@@ -20,7 +20,9 @@ from jaxpar.config.schema import ObserveConfig
 from jaxpar.events.sinks import MetricsSink, open_sinks
 
 TRAIN_KEYS = frozenset({"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "data_wait_s"})
-"""Keys of every row of metrics.jsonl; ``step_s`` is the whole step in seconds, ``data_wait_s`` its wait for data."""
+"""Keys of every row of metrics.jsonl; ``step_s`` is the whole step in seconds, ``data_wait_s`` its wait for data.
+
+Runs add the other parts of a step's time (``Stopwatch``), FLOP/s, MFU and memory where they are known."""
 EVAL_KEYS = frozenset({"step", "eval_loss", "eval_tokens"})
 """Keys of every row of eval.jsonl."""
 

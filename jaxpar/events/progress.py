@@ -26,6 +26,12 @@ class StepReport:
     """Seconds from the end of the step before to the end of this one, waiting for data included."""
     data_wait_s: float
     """Part of ``step_s`` spent waiting for data."""
+    device_wait_s: float = 0.0
+    """Part of ``step_s`` spent waiting for the devices."""
+    save_s: float = 0.0
+    """Part of ``step_s`` spent waiting for a checkpoint."""
+    host_s: float = 0.0
+    """The rest of ``step_s``: what the loop's thread does itself, dispatching the step above all."""
     tflops: float | None = None
     """Model TFLOP/s of one device, or None where FLOPs are not counted."""
     mfu: float | None = None

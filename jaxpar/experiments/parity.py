@@ -149,6 +149,10 @@ class Comparison:
     grad_norm: float
     grads: Mapping[str, float]
     params: Mapping[str, float]
+    """But for those of ``unmoved``."""
+    unmoved: tuple[str, ...] = ()
+    """Parameters whose true gradient is 0 (a key bias), so that the sign of theirs is a matter of rounding: optimizers
+    that divide by its size take full steps in either direction, on any two machines."""
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -173,13 +177,26 @@ class Comparison:
 
 def compare(actual: Trace, expected: Trace) -> Comparison:
     """The differences between two runs, the second of which is taken to be right."""
+    unmoved = _without_gradient(expected.grads)
+    params = scaled_differences(actual.params, expected.params)
     return Comparison(
         init=scaled_differences(actual.init, expected.init),
         loss=_largest(actual.losses, expected.losses),
         grad_norm=_largest(actual.grad_norms, expected.grad_norms),
         grads=relative_differences(actual.grads, expected.grads),
-        params=scaled_differences(actual.params, expected.params),
+        params={name: difference for name, difference in params.items() if name not in unmoved},
+        unmoved=unmoved,
     )
+
+
+def _without_gradient(grads: Mapping) -> tuple[str, ...]:
+    """Leaves with at most a millionth of the norm of all gradients: rounding."""
+    norms = {
+        _name(path): float(np.linalg.norm(np.asarray(leaf, np.float64)))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+    }
+    limit = 1e-6 * math.sqrt(sum(norm**2 for norm in norms.values()))
+    return tuple(name for name, norm in norms.items() if norm <= limit)
 
 
 def _largest(actual: list[float], expected: list[float]) -> float:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 from jaxpar.config.schema import AXES, Config, DataConfig, ModelConfig, OptimConfig, RopeScaling, TrainConfig
+from jaxpar.plan.context import resolved_context_mode, sequence_shards
 from jaxpar.plan.facts import BATCH_AXES, EMBED_AXES, Facts
 from jaxpar.plan.parameters import padded_vocab_size
 
@@ -50,12 +51,12 @@ def shrink(facts: Facts, *, max_devices: int = MAX_DEVICES) -> Shrunk:
     given = _whole_mesh(facts)
     mesh = _scaled_down(given, max_devices)
     model = _small_model(config, given, mesh)
-    data = _small_data(config, model, mesh)
+    data = _small_data(config, mesh)
     train = _small_train(config, given, mesh, data.seq_len)
     small = dataclasses.replace(
         config,
         model=model,
-        mesh=dataclasses.replace(config.mesh, **mesh),
+        mesh=dataclasses.replace(config.mesh, **mesh, context_mode=_context_mode(config, given)),
         data=data,
         train=train,
         optim=_small_optim(config.optim),
@@ -66,7 +67,7 @@ def shrink(facts: Facts, *, max_devices: int = MAX_DEVICES) -> Shrunk:
             coordinator=None,
             num_processes=1,
             process_id=0,
-            compilation_cache=None,
+            compilation_cache="auto",
         ),
         run=dataclasses.replace(config.run, dir="runs/verify"),
         checkpoint=type(config.checkpoint)(every=0, final=False),
@@ -185,12 +186,16 @@ def _small_scaling(scaling: RopeScaling | None) -> RopeScaling | None:
     return dataclasses.replace(scaling, original_max_positions=64) if scaling is not None else None
 
 
-def _small_data(config: Config, model: ModelConfig, mesh: Mapping[str, int]) -> DataConfig:
-    # Twice context: rings of causal attention split a row into two parts per device.
-    seq_len = _multiple(mesh["tensor"] * mesh["context"] * 2, _MIN_SEQ_LEN)
-    if model.max_positions:
-        seq_len = min(seq_len, model.max_positions)
+def _small_data(config: Config, mesh: Mapping[str, int]) -> DataConfig:
+    seq_len = _multiple(sequence_shards(tensor=mesh["tensor"], context=mesh["context"]), _MIN_SEQ_LEN)
     return DataConfig(seq_len=seq_len, num_samples=4096, pack=config.data.pack)
+
+
+def _context_mode(config: Config, given: Mapping[str, int]) -> str:
+    """The way of attention that the given sizes mean; the small ones could mean the other."""
+    if given["context"] == 1:
+        return config.mesh.context_mode
+    return resolved_context_mode(config.mesh.context_mode, config.data.seq_len / given["context"])
 
 
 def _small_train(config: Config, given: Mapping[str, int], mesh: Mapping[str, int], seq_len: int) -> TrainConfig:

@@ -111,7 +111,7 @@ def _run_trial(sweep: Sweep, trial: Trial) -> Mapping:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     runtime = trial.short.runtime
-    if runtime.compilation_cache is None:
+    if runtime.compilation_cache == "auto":
         # Asking the compiler for the memory of a step then costs no second compilation.
         runtime = dataclasses.replace(runtime, compilation_cache=str(sweep.out / "compiled"))
     run = dataclasses.replace(trial.short.run, dir=str(folder / "run"))

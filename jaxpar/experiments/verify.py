@@ -61,6 +61,7 @@ def report(comparison: Comparison) -> dict:
         "grad_norm": _json_number(comparison.grad_norm),
         "grads": {name: _json_number(value) for name, value in comparison.grads.items()},
         "params": {name: _json_number(value) for name, value in comparison.params.items()},
+        "not_compared": list(comparison.unmoved),
     }
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, island, spec_of, varying
+from jaxpar.model.kernels import fused_attention
 from jaxpar.model.layers import normalise, rotate
-from jaxpar.model.ring import context_attention
+from jaxpar.model.ring import DEFAULT_WAY, ContextWay, context_attention
 from jaxpar.plan.context import resolved_context_mode
 from jaxpar.sharding import CONTEXT_AXIS, batch_entry, context_entry
 
@@ -31,6 +33,8 @@ class SequenceInfo:
     segment_ids: jax.Array
     """int32 [B, S]: which document of the row a token belongs to; 0 is padding. Whole on every member of a context
     group, in zig-zag order: queries meet the keys of all members."""
+    segment_starts: jax.Array | None = None
+    """int32 [B, S]: index of the first token of its document; None: computed by nobody, since the kernel is XLA's."""
 
 
 def attention(
@@ -40,7 +44,8 @@ def attention(
     extras: Mapping[str, jax.Array],
     info: SequenceInfo,
     norm_eps: float,
-    context_mode: str = "auto",
+    context: ContextWay = DEFAULT_WAY,
+    kernel: str = "xla",
 ) -> jax.Array:
     """Biases, qk-norm, RoPE and attention, all local to a device's heads and rows.
 
@@ -51,7 +56,8 @@ def attention(
         extras: of q_bias [H, h], k_bias, v_bias [K, h], q_norm, k_norm [h] those that the family has.
         info: positions and documents; a token attends to earlier tokens of its own document only.
         norm_eps: epsilon of the qk-norm.
-        context_mode: see ``mesh.context_mode``; used when the context axis is above 1.
+        context: how the keys of other context members are met; used when that axis is above 1.
+        kernel: see ``jaxpar.plan.attention``; with a context axis "xla".
 
     Returns:
         [B, S, H, h].
@@ -59,12 +65,14 @@ def attention(
     mesh = current_mesh()
     batch, sequence = batch_entry(mesh), context_entry(mesh)
     members = mesh.shape[CONTEXT_AXIS]
-    context_mode = resolved_context_mode(context_mode, q_bshk.shape[1] // members)
+    assert kernel == "xla" or members == 1, "rules refuse other kernels on a split sequence"
+    context = context._replace(mode=resolved_context_mode(context.mode, q_bshk.shape[1] // members))
     extra_specs = {name: spec_of(value) for name, value in extras.items()}
     rope_spec = None if info.cos is None else P(batch, sequence, None)
-    info_specs = SequenceInfo(cos=rope_spec, sin=rope_spec, segment_ids=P(batch, None))
+    starts_spec = None if info.segment_starts is None else P(batch, None)
+    info_specs = SequenceInfo(cos=rope_spec, sin=rope_spec, segment_ids=P(batch, None), segment_starts=starts_spec)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, jax.Array], info: SequenceInfo) -> jax.Array:
+    def prepare(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, jax.Array], info: SequenceInfo) -> tuple:
         extras = {name: varying(value, extra_specs[name].reduced) for name, value in extras.items()}
         q, k, v = (
             x + extras[bias].astype(x.dtype) if bias in extras else x
@@ -74,12 +82,23 @@ def attention(
             q, k = normalise(q, extras["q_norm"], norm_eps), normalise(k, extras["k_norm"], norm_eps)
         if info.cos is not None:
             q, k = rotate(q, info.cos, info.sin), rotate(k, info.cos, info.sin)
-        if members > 1:
-            return context_attention(context_mode, q, k, v, info.segment_ids)
-        return attend(q, k, v, info.segment_ids)
+        return q, k, v
 
-    specs = (spec_of(q_bshk), spec_of(k_bskk), spec_of(v_bskk), extra_specs, info_specs)
-    return island(local, specs, spec_of(q_bshk))(q_bshk, k_bskk, v_bskk, dict(extras), info)
+    def local(*arguments) -> jax.Array:
+        segment_ids = arguments[-1].segment_ids
+        if members > 1:
+            return context_attention(context, *prepare(*arguments), segment_ids)
+        return attend(*prepare(*arguments), segment_ids)
+
+    qkv_specs = (spec_of(q_bshk), spec_of(k_bskk), spec_of(v_bskk))
+    arguments = (q_bshk, k_bskk, v_bskk, dict(extras), info)
+    specs = (*qkv_specs, extra_specs, info_specs)
+    if kernel == "xla":
+        return island(local, specs, qkv_specs[0])(*arguments)
+    # In an island of its own: kernels do not say over which axes their results vary.
+    q_bshk, k_bskk, v_bskk = island(prepare, specs, qkv_specs)(*arguments)
+    fused = island(partial(fused_attention, kernel), (*qkv_specs, P(batch, None)), qkv_specs[0], check_vma=False)
+    return fused(q_bshk, k_bskk, v_bskk, info.segment_starts)
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:

@@ -13,16 +13,19 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel, spec_of
+from jaxpar.collectives import current_mesh, enter_block, gather_weight, island, opened, row_parallel, spec_of
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
 from jaxpar.model.dispatch import Exchange
+from jaxpar.model.kernels import segment_starts
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
 from jaxpar.model.moe import MixtureOfExperts, Routing
+from jaxpar.model.ring import ContextWay
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
@@ -32,6 +35,15 @@ NORM_START = {"rms": 1, "rms_plus_one": 0, "layer": 1}
 
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 """Parameters of a block that only some families have; attention takes them by name."""
+
+PRODUCT = "product"
+"""Name, for recomputation, of what matrix products and attention return."""
+
+KEPT = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "products": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+}
+"""What a block keeps for its backward pass besides its input, by kind of recomputation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,15 +55,18 @@ class Numerics:
     reduce: jnp.dtype
     """Gradient reduce-scatters."""
     remat: str
-    """``none`` or ``full``, see ``train.remat``."""
+    """``none`` or ``full``, see ``train.remat``; ``products`` keeps matrix products and attention, and does the rest
+    again."""
     context_mode: str = "auto"
     """See ``mesh.context_mode``."""
+    attention: str = "xla"
+    """Attention kernel, see ``jaxpar.plan.attention``."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto") -> Numerics:
+    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto", attention: str = "xla") -> Numerics:
         """Numerics that a config asks for."""
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
-        return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode)
+        return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode, attention=attention)
 
 
 def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
@@ -167,7 +182,10 @@ class Block(nnx.Module):
         k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
         v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
-        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, self.numerics.context_mode)
+        numerics = self.numerics
+        context = ContextWay(numerics.context_mode, numerics.reduce)
+        mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, context, numerics.attention)
+        mixed_bshk = checkpoint_name(mixed_bshk, PRODUCT)
         return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
 
     def _mlp(self, y_bsd: jax.Array) -> jax.Array:
@@ -194,7 +212,8 @@ class Block(nnx.Module):
 
         # Without this, autodiff would keep every gathered weight until the backward pass: the whole model per device.
         # With remat = full, the block's own checkpoint already forgets them.
-        return (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
+        result = (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
+        return checkpoint_name(result, PRODUCT)
 
 
 def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Array:
@@ -215,9 +234,10 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
         context_mode: str = "auto",
         exchange: Exchange | None = None,
+        attention: str = "xla",
     ):
         self.model = model
-        self.numerics = Numerics.of(precision, remat, context_mode)
+        self.numerics = Numerics.of(precision, remat, context_mode, attention)
         dtype = jnp.dtype(precision.params)
         V, D = model.vocab_size, model.embed_dim
         padding = padded_vocab_size(model) - V
@@ -263,43 +283,66 @@ class Decoder(nnx.Module):
         if hasattr(self, "dense_layers"):
             x_bsd, _ = self._run(self.dense_layers, x_bsd, info)
         x_bsd, routing = self._run(self.layers, x_bsd, info)
-        return normalised(self, "final_norm", x_bsd), routing
+        return self.finish(x_bsd), routing
 
-    def _run(self, blocks: Block, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
+    def run_layers(self, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None) -> jax.Array:
+        """The dense blocks of ``layers`` in turn, [B, S, D] -> [B, S, D]. Reads nothing else.
+
+        Args:
+            x_bsd: as between blocks.
+            info: of the rows.
+            present_l: bool [L]; where it is False there is no block, and whatever lies there changes nothing.
+        """
+        return self._run(self.layers, x_bsd, info, present_l)[0]
+
+    def _run(
+        self, blocks: Block, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing]:
         """All blocks of a stack in turn."""
         graph, weights = nnx.split(blocks)
 
-        def layer(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, Routing]:
-            return nnx.merge(graph, weights)(x, info)
+        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, Routing]:
+            weights, present = inputs
+            y, routing = nnx.merge(graph, weights)(x, info)
+            return (y if present is None else jnp.where(present, y, x)), routing
 
-        if self.numerics.remat == "full":
+        if self.numerics.remat in KEPT:
             # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
-        return jax.lax.scan(layer, x_bsd, weights)
+            layer = jax.checkpoint(layer, policy=KEPT[self.numerics.remat], prevent_cse=False)
+        return jax.lax.scan(layer, x_bsd, (weights, present_l))
+
+    def finish(self, x_bsd: jax.Array) -> jax.Array:
+        """The final norm of what leaves the last block."""
+        return normalised(self, "final_norm", x_bsd)
 
     def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:
-        """What enters the first block: [B, S, D]."""
+        """What enters the first block: [B, S, D]. Reads only the embeddings."""
         family, compute = FAMILIES[self.model.family], self.numerics.compute
-        x_bsd = embed(self.embedding[...], split_sequence(tokens_bs), compute)
+        reduce = self.numerics.reduce
+        x_bsd = embed(opened(self.embedding[...], reduce), split_sequence(tokens_bs), compute)
         if family.scaled_embedding:
             x_bsd = x_bsd * jnp.asarray(math.sqrt(self.model.embed_dim), compute)
         if family.learned_positions:
-            x_bsd = x_bsd + embed(self.positions[...], split_sequence(positions_bs), compute)
+            x_bsd = x_bsd + embed(opened(self.positions[...], reduce), split_sequence(positions_bs), compute)
         return x_bsd
 
     def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
         """What attention needs to know about the rows."""
-        model, segment_ids = self.model, zigzag(segment_ids_bs)
+        model, segment_ids, starts = self.model, zigzag(segment_ids_bs), None
+        if self.numerics.attention != "xla":
+            rows = P(batch_entry(current_mesh()), None)
+            starts = island(segment_starts, rows, rows)(segment_ids)
         if FAMILIES[model.family].learned_positions:
-            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids)
+            return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids, segment_starts=starts)
         frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
         cos, sin = rope_angles(split_sequence(positions_bs), frequencies)
-        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids)
+        return SequenceInfo(cos=cos, sin=sin, segment_ids=segment_ids, segment_starts=starts)
 
     @property
     def head_weight(self) -> tuple[jax.Array, bool]:
         """The head, and whether it is the tied embedding [V, D] rather than [D, V]."""
-        return (self.embedding[...], True) if self.model.tie_embeddings else (self.head[...], False)
+        tied = self.model.tie_embeddings
+        return opened((self.embedding if tied else self.head)[...], self.numerics.reduce), tied
 
     def logits(self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> jax.Array:
         """float32 logits [B, S, vocab_size]: whole on every device but for the rows. For inspection, not training."""

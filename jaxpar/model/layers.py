@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, island, spec_of, varying
+from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, varying
 from jaxpar.config.schema import RopeScaling
 from jaxpar.sharding import SEQUENCE_AXIS, TOKEN_AXES, axes_of, batch_entry, sequence_entry
 
@@ -107,6 +107,29 @@ def rotate(x_bshk: jax.Array, cos_bsk: jax.Array, sin_bsk: jax.Array) -> jax.Arr
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_bshk.dtype)
 
 
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Inside an island: ``table[tokens]``, whose gradient is added up in float32 whatever the table's dtype.
+
+    A frequent token has thousands of rows in a microbatch; bfloat16 sums stop growing after some hundred.
+    """
+    if table.dtype == jnp.float32:
+        return table[tokens]
+    own = jax.typeof(table).mat.varying
+    axes = own | jax.typeof(tokens).mat.varying
+    shape, dtype = table.shape, table.dtype
+
+    @jax.custom_vjp
+    def rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return table[tokens]
+
+    def backward(tokens: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
+        zeros = varying(jnp.zeros(shape, jnp.float32), axes)
+        return zeros.at[tokens].add(grad.astype(jnp.float32)).astype(dtype), None
+
+    rows.defvjp(lambda table, tokens: (table[tokens], tokens), backward)
+    return rows(varying(table, axes - own), tokens)
+
+
 def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.Array:
     """Look tokens up in a table sharded over vocabulary and embed, moving activations instead of the table.
 
@@ -115,7 +138,8 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     the table is never gathered and its gradient needs no reduction over the gather axes.
 
     Args:
-        table_vd: [V, D], V over ``tensor`` or whole (a table of positions), D over the gather axes.
+        table_vd: [V, D], V over ``tensor`` or whole (a table of positions), D over the gather axes. Inside a pipeline a
+            vocabulary is first split over the stages, and all of them look tokens up for the one that needs them.
         tokens_bs: int32 [B, S], B over the batch axes, S over ``context``; rows of the table.
         compute: dtype of the result.
 
@@ -126,26 +150,29 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
     table_spec = spec_of(table_vd)
     vocab_axes, embed_axes = (axes_of(entry) for entry in table_spec.partitions)
     exchange_axes = tuple(axis for axis in embed_axes if axis in TOKEN_AXES)
-    tensor = mesh.shape[SEQUENCE_AXIS]
+    stages, tensor = stage_axes(table_vd), mesh.shape[SEQUENCE_AXIS]
+    shard_axes = (*stages, *vocab_axes)
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         table = varying(table, table_spec.reduced)
         # Members of the group that differ in their part of the sequence are further rows here.
         if exchange_axes:
             tokens = lax.all_gather(tokens, exchange_axes, axis=0, tiled=True)
-        if vocab_axes:
-            tokens = tokens - lax.axis_index(vocab_axes) * table.shape[0]
+        if shard_axes:
+            tokens = tokens - lax.axis_index(shard_axes) * table.shape[0]
             mine = (tokens >= 0) & (tokens < table.shape[0])
-            rows = jnp.where(mine[..., None], table[jnp.where(mine, tokens, 0)], 0)
-            rows = lax.psum_scatter(rows.astype(compute), SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
+            rows = jnp.where(mine[..., None], _rows(table, jnp.where(mine, tokens, 0)), 0).astype(compute)
         else:
             if tensor > 1:
                 length = tokens.shape[1] // tensor
                 tokens = lax.dynamic_slice_in_dim(tokens, lax.axis_index(SEQUENCE_AXIS) * length, length, axis=1)
-            rows = table[tokens].astype(compute)
+            rows = _rows(table, tokens).astype(compute)
+        if vocab_axes:
+            rows = lax.psum_scatter(rows, SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
         if exchange_axes:
             rows = lax.all_to_all(rows, exchange_axes, split_axis=0, concat_axis=2, tiled=True)
         return rows
 
     out_spec = P(batch_entry(mesh), sequence_entry(mesh), None)
-    return island(local, (table_spec, spec_of(tokens_bs)), out_spec)(table_vd, tokens_bs)
+    rows = island(local, (table_spec, spec_of(tokens_bs)), out_spec)(table_vd, tokens_bs)
+    return lax.psum(rows, stages) if stages else rows

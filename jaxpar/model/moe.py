@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, island, spec_of, varying
+from jaxpar.collectives import current_mesh, island, opened, spec_of, varying
 from jaxpar.config.schema import ModelConfig
 from jaxpar.mesh import used_axes
 from jaxpar.model.dispatch import AXIS, Exchange, through_experts
@@ -75,7 +75,7 @@ class MixtureOfExperts(nnx.Module):
             reduce: dtype of the gradients' reduce-scatters.
             remat: ``train.remat``; with none, backward passes gather the weights again.
         """
-        weights = {name: getattr(self, name)[...] for name in ("router", "gate", "up", "down")}
+        weights = {name: opened(getattr(self, name)[...], reduce) for name in ("router", "gate", "up", "down")}
         if self.model.router == "sigmoid":
             weights[BIAS] = getattr(self, BIAS)[...]
         specs = {name: spec_of(weight) for name, weight in weights.items()}

@@ -11,13 +11,12 @@ branches, so that every member runs the same program and the same number of prod
 - **allgather**: keys and values of the whole row are gathered first. One collective, but nothing to hide it behind, and
   O(S) memory for one layer's keys and values.
 
-Softmax statistics are merged in float32 (arXiv 2205.14135). The backward pass is written by hand: it keeps queries,
-keys, values, the result and one log-sum per query and head, and forms the scores of a block again from them. Key and
-value gradients travel with their block, in float32, and are home after c - 1 permutes of their own.
+The backward pass is written by hand: it keeps queries, keys, values, the result and one log-sum per query and head,
+and forms the scores of a block again from them. Key and value gradients follow their block and are home after c - 1
+permutes of their own.
 
 Shapes, all local to a device: B batch, S the whole row, s = S / c, n = s / 2 the length of a chunk, H heads, K kv
-heads, h head_dim, G = H / K; t and u are the lengths of any block of queries and of keys. A leading 2 is the early and
-the late chunk of a member, or two pairs that are computed as one.
+heads, h head_dim. A leading 2 is the early and the late chunk of a member, or two pairs that are computed as one.
 """
 
 from __future__ import annotations
@@ -29,105 +28,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.model.attention_blocks import NOTHING, Partial, attend_block, attend_block_backward, merge
 from jaxpar.sharding import CONTEXT_AXIS
 
-_NOTHING = -1e30
-"""Log-sum of no scores at all: finite, so that differences of two are no NaN."""
+
+class ContextWay(NamedTuple):
+    """How attention over a split sequence is computed; fixed while tracing."""
+
+    mode: str
+    """``ring``, ``allgather`` or ``auto``; see ``mesh.context_mode``."""
+    reduce: jnp.dtype
+    """Key and value gradients are sent in this type, and added up in float32."""
 
 
-class Partial(NamedTuple):
-    """Attention to some of the keys: what merging with attention to others needs."""
-
-    out: jax.Array
-    """float32 [..., H, h]: softmax over these keys only; 0 where there are none."""
-    log_sum: jax.Array
-    """float32 [..., H]: logarithm of the sum of the exponentials of the scores."""
-
-
-def attend_block(
-    q: jax.Array, k: jax.Array, v: jax.Array, q_segments: jax.Array, k_segments: jax.Array, *, causal: bool
-) -> Partial:
-    """Attention of one block of queries to one block of keys. A fused kernel may stand in for it.
-
-    Args:
-        q: [B, t, H, h].
-        k: [B, u, K, h].
-        v: [B, u, K, h].
-        q_segments: int32 [B, t]; a query sees keys of its own segment only, and there may be none.
-        k_segments: int32 [B, u].
-        causal: query i sees keys 0 to i; else all.
-    """
-    scores, visible = _scores(q, k, q_segments, k_segments, causal)
-    highest = jnp.max(jnp.where(visible, scores, _NOTHING), -1, keepdims=True)
-    exps = jnp.where(visible, jnp.exp(scores - highest), 0.0)
-    total = jnp.sum(exps, -1)
-    safe = jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("bkgtu,bukh->btkgh", exps.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    log_sum = jnp.where(total > 0, jnp.log(safe) + highest[..., 0], _NOTHING)
-    by_query = lambda a: jnp.moveaxis(a, -1, 1)  # noqa: E731
-    return Partial((out / by_query(safe)[..., None]).reshape(q.shape), by_query(log_sum).reshape(q.shape[:-1]))
-
-
-def attend_block_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_segments: jax.Array,
-    k_segments: jax.Array,
-    log_sum: jax.Array,
-    grad_out: jax.Array,
-    correction: jax.Array,
-    *,
-    causal: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Float32 gradients of q, k and v through one block (arXiv 2205.14135, algorithm 4).
-
-    Args:
-        q: and the other arguments of ``attend_block``.
-        k: as there.
-        v: as there.
-        q_segments: as there.
-        k_segments: as there.
-        log_sum: float32 [B, t, H], over the keys of all blocks.
-        grad_out: [B, t, H, h].
-        correction: float32 [B, t, H], inner product of ``grad_out`` and the result over all blocks.
-        causal: as there.
-    """
-    scores, visible = _scores(q, k, q_segments, k_segments, causal)
-    by_score = lambda a: jnp.moveaxis(_grouped(a, k.shape[2]), 1, -1)[..., None]  # noqa: E731
-    probabilities = jnp.where(visible, jnp.exp(scores - by_score(log_sum)), 0.0)
-    grad_out = _grouped(grad_out, k.shape[2])
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    grad_v = product("bkgtu,btkgh->bukh", probabilities.astype(v.dtype), grad_out)
-    grad_probabilities = product("btkgh,bukh->bkgtu", grad_out, v)
-    grad_scores = probabilities * (grad_probabilities - by_score(correction)) * q.shape[-1] ** -0.5
-    grad_scores = grad_scores.astype(q.dtype)
-    grad_q = product("bkgtu,bukh->btkgh", grad_scores, k)
-    grad_k = product("bkgtu,btkgh->bukh", grad_scores, _grouped(q, k.shape[2]))
-    return grad_q.reshape(q.shape), grad_k, grad_v
-
-
-def _grouped(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[B, t, H, ...] -> [B, t, K, G, ...]."""
-    return x.reshape(*x.shape[:2], num_kv_heads, -1, *x.shape[3:])
-
-
-def _scores(q, k, q_segments, k_segments, causal):
-    """float32 scores [B, K, G, t, u], and which of them count."""
-    grouped = _grouped(q, k.shape[2])
-    scores = jnp.einsum("btkgh,bukh->bkgtu", grouped, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    visible = q_segments[:, :, None] == k_segments[:, None, :]
-    if causal:
-        visible &= jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
-    return scores, visible[:, None, None]
+DEFAULT_WAY = ContextWay("auto", jnp.dtype("float32"))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def context_attention(mode: str, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def context_attention(way: ContextWay, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Causal attention inside documents; call it inside an island that is manual over ``context`` (c > 1).
 
     Args:
-        mode: "ring" or "allgather".
+        way: mode "ring" or "allgather".
         q: [B, s, H, h], this member's chunks, RoPE applied.
         k: [B, s, K, h].
         v: [B, s, K, h].
@@ -136,10 +58,10 @@ def context_attention(mode: str, q: jax.Array, k: jax.Array, v: jax.Array, segme
     Returns:
         [B, s, H, h].
     """
-    return _forward(mode, q, k, v, segment_ids)[0]
+    return _forward(way, q, k, v, segment_ids)[0]
 
 
-def _forward(mode, q, k, v, segment_ids):
+def _forward(way, q, k, v, segment_ids):
     """The result, and what the backward pass keeps."""
     row = _Row(segment_ids, q.shape[1])
     own = attend_block(q, k, v, row.own_segments, row.own_segments, causal=True)
@@ -149,7 +71,7 @@ def _forward(mode, q, k, v, segment_ids):
     def absorb(so_far: Partial, kv: jax.Array, turn: jax.Array | int) -> Partial:
         return _absorb(so_far, queries, kv, row, turn)
 
-    walk = {"ring": _ring, "allgather": _gathered}[mode]
+    walk = {"ring": _ring, "allgather": _gathered}[way.mode]
     so_far = walk(absorb, so_far, jnp.stack([k, v]))
     out = _whole(so_far.out).astype(q.dtype)
     return out, (q, k, v, segment_ids, out, _whole(so_far.log_sum))
@@ -243,21 +165,14 @@ def _absorb(so_far: Partial, queries: jax.Array, kv: jax.Array, row: _Row, turn:
         causal=False,
     )
     (first, second) = (Partial(*parts) for parts in zip(*(jnp.split(a, 2) for a in chosen), strict=True))
-    nothing = jnp.full_like(first.log_sum, _NOTHING)
+    nothing = jnp.full_like(first.log_sum, NOTHING)
     early, late = (Partial(*parts) for parts in zip(*so_far, strict=True))
-    early = _merge(early, Partial(first.out, jnp.where(earlier, first.log_sum, nothing)))
-    late = _merge(_merge(late, second), Partial(first.out, jnp.where(earlier, nothing, first.log_sum)))
+    early = merge(early, Partial(first.out, jnp.where(earlier, first.log_sum, nothing)))
+    late = merge(merge(late, second), Partial(first.out, jnp.where(earlier, nothing, first.log_sum)))
     return Partial(*(jnp.stack(pair) for pair in zip(early, late, strict=True)))
 
 
-def _merge(a: Partial, b: Partial) -> Partial:
-    """Attention to the keys of both; ``a`` has some for every query."""
-    log_sum = jnp.logaddexp(a.log_sum, b.log_sum)
-    share_a, share_b = (jnp.exp(x.log_sum - log_sum)[..., None] for x in (a, b))
-    return Partial(a.out * share_a + b.out * share_b, log_sum)
-
-
-def _backward(mode, kept, grad_out):
+def _backward(way, kept, grad_out):
     q, k, v, segment_ids, out, log_sum = kept
     row = _Row(segment_ids, q.shape[1])
     correction = jnp.sum(grad_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
@@ -268,8 +183,8 @@ def _backward(mode, kept, grad_out):
     def gradients(kv: jax.Array, turn: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         return _pair_gradients(queries, kv, row, turn)
 
-    walk = {"ring": _ring_backward, "allgather": _gathered_backward}[mode]
-    grad_q, grad_kv = walk(gradients, _halves(own[0]), jnp.stack(own[1:]), jnp.stack([k, v]))
+    walk = {"ring": _ring_backward, "allgather": _gathered_backward}[way.mode]
+    grad_q, grad_kv = walk(gradients, _halves(own[0]), jnp.stack(own[1:]), jnp.stack([k, v]), way.reduce)
     return _whole(grad_q).astype(q.dtype), grad_kv[0].astype(k.dtype), grad_kv[1].astype(v.dtype), None
 
 
@@ -295,7 +210,7 @@ def _pair_gradients(queries, kv, row, turn):
     return grad_queries, jnp.stack(grad_kv)
 
 
-def _ring_backward(gradients, grad_q, own, kv):
+def _ring_backward(gradients, grad_q, own, kv, reduce):
     """Keys and values come by once more; from the first visit on, their gradients follow one permute behind."""
     members = lax.axis_size(CONTEXT_AXIS)
 
@@ -305,22 +220,22 @@ def _ring_backward(gradients, grad_q, own, kv):
         kv, following = lax.optimization_barrier((kv, following))
         next_kv, arrived = _pass_on(kv), _pass_on(following)
         more_q, more_kv = gradients(kv, turn)
-        return (grad_q + more_q, next_kv, arrived + more_kv), None
+        return (grad_q + more_q, next_kv, (arrived + more_kv).astype(reduce)), None
 
     kv = _pass_on(kv)
     next_kv = _pass_on(kv) if members > 2 else None
     more_q, following = gradients(kv, 1)
-    grad_q = grad_q + more_q
+    grad_q, following = grad_q + more_q, following.astype(reduce)
     if members > 3:
         (grad_q, next_kv, following), _ = lax.scan(visit, (grad_q, next_kv, following), jnp.arange(2, members - 1))
     if members > 2:
         arrived = _pass_on(following)
         more_q, more_kv = gradients(next_kv, members - 1)
-        grad_q, following = grad_q + more_q, arrived + more_kv
+        grad_q, following = grad_q + more_q, (arrived + more_kv).astype(reduce)
     return grad_q, own + _pass_on(following)
 
 
-def _gathered_backward(gradients, grad_q, own, kv):
+def _gathered_backward(gradients, grad_q, own, kv, reduce):
     """The gradients of everyone's keys and values, reduce-scattered at the end."""
     everyones = lax.all_gather(kv, CONTEXT_AXIS)
     members, member = lax.axis_size(CONTEXT_AXIS), lax.axis_index(CONTEXT_AXIS)
@@ -329,8 +244,8 @@ def _gathered_backward(gradients, grad_q, own, kv):
         grad_q, grad_everyones = carry
         source = (member - turn) % members
         more_q, more_kv = gradients(everyones[source], turn)
-        return (grad_q + more_q, grad_everyones.at[source].set(more_kv)), None
+        return (grad_q + more_q, grad_everyones.at[source].set(more_kv.astype(reduce))), None
 
-    grad_everyones = jnp.zeros((members, *own.shape), own.dtype).at[member].set(own)
+    grad_everyones = jnp.zeros((members, *own.shape), reduce).at[member].set(own.astype(reduce))
     (grad_q, grad_everyones), _ = lax.scan(visit, (grad_q, grad_everyones), jnp.arange(1, members))
     return grad_q, lax.psum_scatter(grad_everyones, CONTEXT_AXIS)

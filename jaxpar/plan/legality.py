@@ -9,20 +9,22 @@ from collections.abc import Mapping
 
 from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.shape import ModelShape
+from jaxpar.schedule.kinds import CHUNKED_KINDS
 
 
 def mesh_objection(shape: ModelShape, mesh: Mapping[str, int], seq_len: int) -> str | None:
     """Why this mesh cannot hold this model, or None. The batch and the schedule are asked separately."""
     tensor, context, expert = mesh["tensor"], mesh["context"], mesh["expert"]
-    embed_shards = mesh["fsdp"] * expert * context
+    embed_shards, vocab_shards = mesh["fsdp"] * expert * context, mesh["pipeline"] * tensor
     split = sequence_shards(tensor=tensor, context=context)
     divisions = (
         (shape.num_kv_heads, tensor, f"{shape.num_kv_heads} kv heads do not divide by tensor {tensor}"),
         (shape.num_heads, tensor, f"{shape.num_heads} heads do not divide by tensor {tensor}"),
         (
             shape.padded_vocab_size,
-            tensor,
-            f"the vocabulary, padded to {shape.padded_vocab_size}, does not divide by tensor {tensor}",
+            vocab_shards,
+            f"the vocabulary, padded to {shape.padded_vocab_size}, does not divide by pipeline x tensor = "
+            f"{vocab_shards}",
         ),
         (
             shape.embed_dim,
@@ -67,9 +69,9 @@ def schedule_objection(
 ) -> str | None:
     """Why the pipeline schedule cannot run, or None."""
     stages = mesh["pipeline"]
-    interleaved = schedule == "interleaved" and stages > 1
-    if interleaved != (chunks > 1):
-        return "the interleaved schedule, and only it, has 2 chunks or more per stage"
+    has_chunks = schedule in CHUNKED_KINDS and stages > 1
+    if has_chunks != (chunks > 1):
+        return f"the schedules {' and '.join(CHUNKED_KINDS)}, and only they, have 2 chunks or more per stage"
     if shape.num_layers % (stages * chunks):
         return f"{shape.num_layers} layers do not divide by {stages} stages x {chunks} chunks"
     if microbatches < stages and schedule != "gpipe":

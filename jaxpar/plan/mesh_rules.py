@@ -9,6 +9,9 @@ from jaxpar.config.errors import Problem
 from jaxpar.config.schema import AXES
 from jaxpar.plan.facts import Facts
 
+WEIGHT_AXES = ("fsdp", "expert", "context")
+"""Axes that shard weights, gradients and optimizer state, as mesh.fsdp_strategy says."""
+
 
 def axis_sizes(facts: Facts) -> Iterator[Problem]:
     """Every axis has at least one device, or is -1."""
@@ -96,6 +99,19 @@ def axis_shards_something(facts: Facts) -> Iterator[Problem]:
             message=f"axis expert ({size}) shards nothing: the model has no experts (model.num_experts is 0)",
             remedy="mesh.expert=1; to shard a dense model over these devices use mesh.fsdp",
         )
+
+
+def strategy_shards_something(facts: Facts) -> Iterator[Problem]:
+    """A strategy other than the default needs an axis that it says something about."""
+    strategy = facts.config.mesh.fsdp_strategy
+    if strategy == "full" or facts.axes_product(WEIGHT_AXES) != 1:
+        return
+    yield Problem(
+        key="mesh.fsdp_strategy",
+        value=strategy,
+        message=f"says what the axes {', '.join(WEIGHT_AXES)} shard, but all have size 1, so it would shard nothing",
+        remedy="leave it out, or set mesh.fsdp above 1",
+    )
 
 
 def _rest_axes(facts: Facts) -> list[str]:

@@ -12,6 +12,7 @@ from jaxpar.families import FAMILIES
 from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.facts import EMBED_AXES, Facts
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size, param_kinds
+from jaxpar.schedule.kinds import CHUNKED_KINDS
 
 _MAX_AXIS = 4096
 
@@ -21,7 +22,7 @@ _SHARDED_DIMS = {
     "heads": (("tensor",), "model.num_heads"),
     "kv_heads": (("tensor",), "model.num_kv_heads"),
     "mlp": (("tensor",), "model.mlp_dim"),
-    "vocab": (("tensor",), "model.vocab_multiple"),
+    "vocab": (("pipeline", "tensor"), "model.vocab_multiple"),
     "experts": (("expert",), "model.num_experts"),
     "expert_mlp": (("tensor",), "model.expert_mlp_dim"),
     "shared_mlp": (("tensor",), "model.num_shared_experts"),
@@ -116,25 +117,25 @@ def layers_divide_stages(facts: Facts) -> Iterator[Problem]:
 
 
 def chunks_need_interleaving(facts: Facts) -> Iterator[Problem]:
-    """Only the interleaved schedule splits a stage into chunks, and it needs at least two of them."""
+    """Only some schedules split a stage into chunks, and they need at least two of them."""
     pipeline, num_stages = facts.config.pipeline, facts.mesh.get("pipeline", 1)
-    is_interleaved = pipeline.schedule == "interleaved" and num_stages > 1
-    if pipeline.chunks > 1 and not is_interleaved:
+    has_chunks = pipeline.schedule in CHUNKED_KINDS and num_stages > 1
+    if pipeline.chunks > 1 and not has_chunks:
         yield Problem(
             key="pipeline.chunks",
             value=pipeline.chunks,
-            message=f"stages have chunks only under the interleaved schedule (pipeline.schedule = "
+            message=f"stages have chunks only under the schedules {' and '.join(CHUNKED_KINDS)} (pipeline.schedule = "
             f"{pipeline.schedule!r}, mesh.pipeline = {num_stages})",
             remedy='pipeline.schedule="interleaved" with mesh.pipeline above 1, or pipeline.chunks=1',
         )
-    elif is_interleaved and pipeline.chunks < 2:
+    elif has_chunks and pipeline.chunks < 2:
         yield Problem(
             key="pipeline.chunks",
             value=pipeline.chunks,
-            message="the interleaved schedule needs at least 2 chunks per stage",
+            message=f"the {pipeline.schedule} schedule needs at least 2 chunks per stage",
             remedy='e.g. pipeline.chunks=2, or pipeline.schedule="1f1b"',
         )
-    elif is_interleaved and facts.model.num_layers % (num_stages * pipeline.chunks):
+    elif has_chunks and facts.model.num_layers % (num_stages * pipeline.chunks):
         yield Problem(
             key="pipeline.chunks",
             value=pipeline.chunks,
@@ -154,6 +155,19 @@ def microbatches_fill_stages(facts: Facts) -> Iterator[Problem]:
             f"(mesh.pipeline = {num_stages})",
             remedy=f"set train.microbatches to {num_stages} or more, better {4 * num_stages} "
             '(4 per stage), or pipeline.schedule="gpipe"',
+        )
+
+
+def stages_repeat_their_forward_pass(facts: Facts) -> Iterator[Problem]:
+    """A stage keeps only its inputs, so that its memory does not grow with the microbatches."""
+    num_stages, remat = facts.mesh.get("pipeline", 1), facts.config.train.remat
+    if num_stages > 1 and remat == "none":
+        yield Problem(
+            key="train.remat",
+            value=remat,
+            message=f"each of the {num_stages} pipeline stages keeps the input of its layers for every microbatch in "
+            "flight, and does their forward pass again before the backward pass",
+            remedy='set train.remat="full", or mesh.pipeline=1 to keep activations',
         )
 
 
@@ -255,7 +269,8 @@ def param_dims_divide(facts: Facts) -> Iterator[Problem]:
             multiple = facts.model.vocab_multiple
             what, allowed = f"the vocabulary of {facts.model.vocab_size}, padded to {size},", ""
             remedy = (
-                f"set model.vocab_multiple={math.lcm(multiple, shards)} (on every mesh alike), or change mesh.tensor"
+                f"set model.vocab_multiple={math.lcm(multiple, shards)} (on every mesh alike), or change "
+                f"{' or '.join(f'mesh.{axis}' for axis in used)}"
             )
         yield Problem(
             key=key,

@@ -34,5 +34,17 @@ def adamw_lr_has_a_ratio(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def average_exists(facts: Facts) -> Iterator[Problem]:
+    """The average that is to be validated is kept."""
+    config = facts.config
+    if config.train.eval_params == "ema" and not config.optim.ema_decay:
+        yield Problem(
+            key="train.eval_params",
+            value="ema",
+            message="there is no moving average of the parameters: optim.ema_decay is 0",
+            remedy='set optim.ema_decay, e.g. to 0.999, or train.eval_params="params"',
+        )
+
+
 def _listed(names: object) -> str:
     return ", ".join(names)

@@ -29,7 +29,8 @@ def state_bytes(config: Config) -> StateBytes:
     tables = [kind for kind in kinds if kind.group in _TABLES]
     vectors = [kind for kind in kinds if kind.replicated or kind.group == "positions"]
     matrices = [kind for kind in kinds if kind not in tables and kind not in vectors]
-    kept = [value * _values_kept(optim, config.model, part) for part in (matrices, tables, vectors)]
+    average = 4.0 if optim.ema_decay else 0.0
+    kept = [average + value * _values_kept(optim, config.model, part) for part in (matrices, tables, vectors)]
     return StateBytes(params=value, grads=value, optimizer=kept[0], optimizer_tables=kept[1], optimizer_vectors=kept[2])
 
 

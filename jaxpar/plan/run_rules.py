@@ -154,6 +154,18 @@ def steps_in_order(facts: Facts) -> Iterator[Problem]:
             )
 
 
+def profile_is_reached(facts: Facts) -> Iterator[Problem]:
+    """The profiled window is among the steps of the run."""
+    start, steps = facts.config.observe.profile_start, facts.config.train.steps
+    if start > steps:
+        yield Problem(
+            key="observe.profile_start",
+            value=start,
+            message=f"comes after the last step, train.steps = {steps}",
+            remedy=f"set observe.profile_start from 1 to {steps}, or to 0 for no profile",
+        )
+
+
 def processes_find_each_other(facts: Facts) -> Iterator[Problem]:
     """Several processes need a coordinator, and a number each."""
     runtime = facts.config.runtime

@@ -132,8 +132,9 @@ def _settings(task: Task, mesh: dict[str, int], strategies: Sequence[Strategy]) 
     """Layouts of a mesh that fit with a margin, and what they take."""
     if mesh["fsdp"] * mesh["expert"] * mesh["context"] == 1:
         strategies = strategies[:1]
+    remats = REMATS if mesh["pipeline"] == 1 else ("full",)
     for (schedule, chunks), strategy, remat in itertools.product(
-        _schedules(task, mesh["pipeline"]), strategies, REMATS
+        _schedules(task, mesh["pipeline"]), strategies, remats
     ):
         found = _fitting(task, mesh, strategy=strategy, remat=remat, schedule=schedule, chunks=chunks)
         # Without a pipeline more microbatches only cost: more gathers, smaller products.

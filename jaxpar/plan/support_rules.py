@@ -7,12 +7,23 @@ from collections.abc import Iterator
 from jaxpar.config.errors import Problem
 from jaxpar.plan.facts import Facts
 
-_TRAINABLE_AXES = "data, fsdp, expert, context and tensor axes work"
 
-
-def pipeline_axis(facts: Facts) -> Iterator[Problem]:
-    """Pipeline parallelism."""
-    yield from _unsupported_axis(facts, "pipeline", "pipeline parallelism")
+def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
+    """What is not proven to give the same result inside a pipeline."""
+    num_stages, config = facts.mesh.get("pipeline", 1), facts.config
+    others = (
+        ("mesh.expert", facts.mesh.get("expert", 1), 1),
+        ("model.num_experts", facts.model.num_experts, 0),
+        ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
+    )
+    for key, value, working in others:
+        if num_stages > 1 and value != working:
+            yield Problem(
+                key=key,
+                value=value,
+                message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
+                remedy=f"set mesh.pipeline=1, or {key}={working}; pipeline goes with data, fsdp and tensor",
+            )
 
 
 def context_combinations(facts: Facts) -> Iterator[Problem]:
@@ -26,31 +37,6 @@ def context_combinations(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def fsdp_strategy(facts: Facts) -> Iterator[Problem]:
-    """ZeRO-1 and ZeRO-2."""
-    strategy = facts.config.mesh.fsdp_strategy
-    if strategy != "full":
-        unused = "; and axis fsdp has size 1, so it would shard nothing" if facts.mesh.get("fsdp") == 1 else ""
-        yield Problem(
-            key="mesh.fsdp_strategy",
-            value=strategy,
-            message=f"sharding only {'gradients and optimizer' if strategy == 'grads' else 'the optimizer'}: "
-            f"not yet{unused}",
-            remedy='"full" works; for replicated weights use mesh.data instead of mesh.fsdp',
-        )
-
-
-def experts_in_pipeline(facts: Facts) -> Iterator[Problem]:
-    """Pipelines of blocks with experts."""
-    if facts.model.num_experts and facts.mesh.get("pipeline", 1) > 1:
-        yield Problem(
-            key="model.num_experts",
-            value=facts.model.num_experts,
-            message=f"experts in a pipeline (mesh.pipeline is {facts.mesh['pipeline']}): not yet",
-            remedy="mesh.pipeline=1; data, fsdp, expert, context and tensor axes work",
-        )
-
-
 def capacity_over_context(facts: Facts) -> Iterator[Problem]:
     """A capacity per row, where a row lies on several devices."""
     if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:
@@ -59,17 +45,4 @@ def capacity_over_context(facts: Facts) -> Iterator[Problem]:
             value=facts.model.capacity_factor,
             message="counts the tokens of a row, which the context axis splits: not yet",
             remedy="model.capacity_factor=0 (nothing is dropped), or mesh.context=1",
-        )
-
-
-def _unsupported_axis(facts: Facts, axis: str, what: str) -> Iterator[Problem]:
-    size = facts.mesh.get(axis, 1)
-    if size > 1:
-        given = getattr(facts.config.mesh, axis)
-        resolved = f" (-1 is {size} here)" if given == -1 else ""
-        yield Problem(
-            key=f"mesh.{axis}",
-            value=given,
-            message=f"{what}: not yet{resolved}",
-            remedy=f"set mesh.{axis}=1; {_TRAINABLE_AXES}",
         )

@@ -42,6 +42,8 @@ def with_changes(task: Task, layout: Layout, mesh: Mapping[str, int] | None = No
         "chunks": layout.chunks if mesh["pipeline"] > 1 else 1,
         **changes,
     }
+    if mesh["pipeline"] > 1:
+        settings["remat"] = "full"  # the only one that a stage has
     if batch_objection(mesh, task.global_batch_size, settings["microbatches"]):
         return None
     changed = mesh_layout(

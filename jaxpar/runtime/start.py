@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.schema import RuntimeConfig
 from jaxpar.runtime.arrival import Say, StartError, arrive, wait_for_service
+from jaxpar.runtime.compiled import keep_compiled_programs
 
 CPU_FLAGS = {
     # XLA:CPU aborts the process when the devices of a collective do not all arrive in time (20 s until it warns, 40 s
@@ -65,13 +66,14 @@ class Processes:
         return f"{self.num_processes} {noun} x {self.local_devices} = {self.global_devices} devices ({kind})"
 
 
-def start(runtime: RuntimeConfig, *, say: Say = lambda _: None) -> Processes:
+def start(runtime: RuntimeConfig, *, run_dir: str | None = None, say: Say = lambda _: None) -> Processes:
     """Starts JAX's backend as ``runtime`` asks; call it before any other JAX operation.
 
     In a process whose backend is already up (a notebook, a test) it only checks that the devices are those asked for.
 
     Args:
         runtime: the config section.
+        run_dir: where several processes keep compiled programs, see ``keep_compiled_programs``.
         say: is told about waiting for other processes.
 
     Raises:
@@ -82,11 +84,16 @@ def start(runtime: RuntimeConfig, *, say: Say = lambda _: None) -> Processes:
     if backends_are_initialized():
         return _count(runtime, notes=[])
     notes = _set_cpu_devices(runtime.cpu_devices) if runtime.cpu_devices else _set_gpu_memory(runtime.memory_fraction)
-    if runtime.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", os.path.abspath(runtime.compilation_cache))
     if runtime.num_processes > 1:
         _join(runtime, say)
-    return _count(runtime, notes)
+    processes = _count(runtime, notes)
+    cache_notes = keep_compiled_programs(
+        runtime.compilation_cache,
+        run_dir=run_dir,
+        num_processes=runtime.num_processes,
+        on_cpu=processes.platform == "cpu",
+    )
+    return dataclasses.replace(processes, notes=(*processes.notes, *cache_notes))
 
 
 def meet(name: str) -> None:

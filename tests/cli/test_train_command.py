@@ -38,7 +38,11 @@ BAD_INPUT = {
     ),
     "weights": (["tiny.toml", "model.init_from=hf:nowhere"], "model.init_from = 'hf:nowhere'", "config.json"),
     "resume": (["tiny.toml", "checkpoint.resume=nowhere"], "checkpoint.resume = 'nowhere'", "auto, never, must"),
-    "not yet": (["tiny.toml", "mesh.pipeline=2", "mesh.data=1"], "not yet", "set mesh.pipeline=1"),
+    "not yet": (
+        ["tiny.toml", "mesh.pipeline=2", "mesh.context=2", "mesh.data=1", "mesh.fsdp=1"],
+        "not yet",
+        "set mesh.context=1",
+    ),
     "no model": ([], "model.", "model.preset"),
 }
 

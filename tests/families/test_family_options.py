@@ -135,6 +135,8 @@ def test_published_gpt2_files_are_read(tmp_path):
 def test_every_family_names_a_rule_for_each_of_its_parameters():
     for name, family in FAMILIES.items():
         model = dataclasses.replace(GPT2 if family.learned_positions else GEMMA, family=name)
+        if family.huggingface.experts:
+            model = dataclasses.replace(model, num_experts=4, top_k=2, expert_mlp_dim=32)
         for tied in (True, False):
             definition = decoder_definition(dataclasses.replace(model, tie_embeddings=tied), PrecisionConfig())
             assert family.huggingface.keymap(tied).keys() == flatten_dict(definition.abstract_params).keys()

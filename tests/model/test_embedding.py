@@ -82,3 +82,19 @@ def test_gradient_without_deferral_is_the_same(mesh, rows):
     expected = np.zeros((VOCAB, EMBED))
     np.add.at(expected, rows[1], rows[2])
     np.testing.assert_array_equal(grad, expected)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str, indirect=True)
+def test_gradient_of_a_bfloat16_table_is_added_up_in_float32(mesh):
+    """One token a thousand times: a sum in bfloat16 would stop at 256."""
+    table = np.zeros((VOCAB, EMBED), jnp.bfloat16)
+    tokens, ones = np.zeros((ROWS, 128)), np.ones((ROWS, 128, EMBED))
+
+    def gradient(table, tokens, weights):
+        marked = defer_reduction(table)
+        return finish_reduction(jax.grad(lambda table: jnp.sum(embed(table, tokens, jnp.float32) * weights))(marked))
+
+    with jax.set_mesh(mesh):
+        grad = jax.device_get(jax.jit(gradient)(*placed(mesh, table, tokens, ones)))
+    assert grad.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(grad[0].astype(np.float32), ROWS * 128)

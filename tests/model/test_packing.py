@@ -1,4 +1,4 @@
-"""Packed documents do not see each other, and no token sees the future; on one device and on tensor shards."""
+"""Packed documents do not see each other, and no token sees the future: on one device, tensor and context shards."""
 
 import functools
 
@@ -16,6 +16,8 @@ Documents = list[np.ndarray]
 
 
 MESHES = {"one device": {}, "tensor2": {"tensor": 2}, "all": {"data": 2, "fsdp": 2, "tensor": 2}}
+MESHES["context"] = {"context": 2, "tensor": 2, "context_mode": "allgather"}
+MESHES["context8"] = {"context": 8, "context_mode": "ring"}
 
 
 @functools.cache
@@ -23,7 +25,7 @@ def logits_on(mesh: str) -> LogitsOf:
     return LogitsOf(build(parity_config(MESHES[mesh])))
 
 
-@pytest.fixture(scope="module", params=["one device", "tensor2"])
+@pytest.fixture(scope="module", params=["one device", "tensor2", "context"])
 def logits_of(request) -> LogitsOf:
     return logits_on(request.param)
 
@@ -113,7 +115,7 @@ def test_rows_do_not_see_each_other(logits_of):
     np.testing.assert_array_equal(one[0], other[0])
 
 
-@pytest.mark.parametrize("mesh", ["tensor2", "all"])
+@pytest.mark.parametrize("mesh", ["tensor2", "all", "context", pytest.param("context8", marks=pytest.mark.proof)])
 def test_logits_do_not_depend_on_the_mesh(mesh):
     rows = packed([cut([5, 7], 1), cut([16], 2), cut([1, 2, 3], 3)])
     one = logits_on("one device")(*rows)

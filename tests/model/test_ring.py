@@ -10,8 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import make_mesh
+from jaxpar.model import attention_blocks
 from jaxpar.model.attention import attend
-from jaxpar.model.ring import attend_block, context_attention
+from jaxpar.model.attention_blocks import attend_block
+from jaxpar.model.ring import ContextWay, context_attention
 from jaxpar.model.zigzag import from_zigzag, to_zigzag
 
 B, S, H, K, HEAD = 2, 48, 4, 2, 8
@@ -49,7 +51,9 @@ def split(num_members: int, mode: str, dtype=np.float32) -> tuple:
     mesh = make_mesh({"context": num_members}, jax.devices()[:num_members])
     spec = P(None, "context", None, None)
     island = jax.shard_map(
-        functools.partial(context_attention, mode), in_specs=(spec, spec, spec, P(None, None)), out_specs=spec
+        functools.partial(context_attention, ContextWay(mode, jnp.dtype("float32"))),
+        in_specs=(spec, spec, spec, P(None, None)),
+        out_specs=spec,
     )
     q, k, v, cotangent, segments = (np.asarray(to_zigzag(array, num_members)) for array in inputs())
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
@@ -65,19 +69,22 @@ def assert_equal(actual: tuple, tolerance: float) -> None:
         np.testing.assert_allclose(got, want, atol=tolerance * float(np.abs(want).max()), err_msg=name)
 
 
-# Two members have no loop, three one in the forward pass only.
-QUICK = [(2, "ring"), (4, "ring"), (3, "allgather")]
+def test_a_split_sequence_attends_as_a_whole_one():
+    """Four members have every loop that there is."""
+    assert_equal(split(4, "ring"), TOLERANCE)
 
 
-@pytest.mark.parametrize(("num_members", "mode"), QUICK)
-def test_a_split_sequence_attends_as_a_whole_one(num_members, mode):
-    assert_equal(split(num_members, mode), TOLERANCE)
+def test_long_blocks_go_through_their_queries_in_parts(monkeypatch):
+    """24 queries and keys of a member: 12 parts of 2 queries for its own block, 4 of 3 for a pair of half blocks."""
+    monkeypatch.setattr(attention_blocks, "SCORE_BYTES", 4 * B * 2 * H * 24)
+    assert_equal(split(2, "ring"), TOLERANCE)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("mode", ["ring", "allgather"])
 @pytest.mark.parametrize("num_members", [2, 3, 4, 6, 8])
 def test_any_number_of_members(num_members, mode):
+    """Two members have no loop, three one in the forward pass only."""
     assert_equal(split(num_members, mode), TOLERANCE)
 
 

@@ -98,10 +98,10 @@ LAYOUT_FAULTS = {
         jaxpar.collectives, "lax", Lax(psum_scatter=scatter_counting_twice)
     ),
     "loss not summed over vocabulary shards": lambda m: m.setattr(
-        jaxpar.loss, "lax", Lax(psum=lambda x, axes: lax.psum(x, axes) * (0.5 if axes == "tensor" else 1.0))
+        jaxpar.loss, "lax", Lax(psum=lambda x, axes: lax.psum(x, axes) * (0.5 if axes == ("tensor",) else 1.0))
     ),
     "loss not summed over rows": lambda m: m.setattr(
-        jaxpar.loss, "lax", Lax(psum=lambda x, axes: lax.psum(x, axes) / (1.0 if axes == "tensor" else 4.0))
+        jaxpar.loss, "lax", Lax(psum=lambda x, axes: lax.psum(x, axes) / (1.0 if axes == ("tensor",) else 4.0))
     ),
     "embedding rows not summed over vocabulary shards": lambda m: m.setattr(
         jaxpar.model.layers, "lax", Lax(psum_scatter=scatter_without_sum)
@@ -129,13 +129,13 @@ def test_layout_fault_breaks_parity(name, monkeypatch):
 
 STEP_FAULTS = {
     "microbatches weighted alike": lambda m: m.setattr(
-        "tests.parity.harness.accumulate", mean_of_means(jaxpar.step.accumulate)
+        "jaxpar.program.accumulate", mean_of_means(jaxpar.step.accumulate)
     ),
     "gradient norm over some parameters only": lambda m: m.setattr(
         jaxpar.step, "optax", type("optax", (), {"tree": type("tree", (), {"norm": staticmethod(shards_only_norm)})})
     ),
     "last microbatch left out": lambda m: m.setattr(
-        "tests.parity.harness.accumulate",
+        "jaxpar.program.accumulate",
         lambda d, f, p, b: jaxpar.step.accumulate(d, f, p, {name: array[:1] for name, array in b.items()}),
     ),
 }

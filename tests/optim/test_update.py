@@ -1,6 +1,7 @@
 """One optimizer update against optax.adamw: clipping, decay by role, and steps that are not finite."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +41,10 @@ def config_of(**optim) -> Config:
 @functools.cache
 def compiled(config: Config) -> tuple:
     """Fresh state and update of production code."""
+    fresh = functools.partial(fresh_state, averages=config.optim.ema_decay > 0)
     optimizer = make_optimizer(config.optim, LOGICAL_AXES)
     step = jax.jit(lambda state, grads, loss: update(config, optimizer, state, grads, {"loss": loss}))
-    return jax.jit(functools.partial(fresh_state, optimizer=optimizer)), step
+    return jax.jit(functools.partial(fresh, optimizer=optimizer)), step
 
 
 def run(config: Config, grads: list[dict], params: dict | None = None) -> tuple[TrainState, list[dict]]:
@@ -183,3 +185,23 @@ def test_decay_alone_shrinks_exactly_the_decayed():
     for name in ("q_bias", "q_norm"):
         np.testing.assert_array_equal(state.params["layers"][name], before["layers"][name])
     np.testing.assert_array_equal(state.params["final_norm"], before["final_norm"])
+
+
+def test_the_average_follows_the_parameters_and_not_the_skipped_steps():
+    config = config_of(ema_decay=0.75)
+    steps = [run(config, [tree(seed) for seed in range(1, count + 1)])[0] for count in (0, 1, 2)]
+    assert_equal(steps[0].ema, tree(0))
+    for before, after in itertools.pairwise(steps):
+        assert_equal(after.ema, jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, before.ema, after.params))
+    bad = jax.tree.map(lambda g: jnp.full_like(g, np.nan), tree(0))
+    skipped, _ = run(config, [tree(1), tree(2), bad])
+    jax.tree.map(np.testing.assert_array_equal, skipped.ema, steps[-1].ema)
+
+
+def test_the_average_of_bfloat16_parameters_is_float32():
+    state = fresh_state(
+        jax.tree.map(lambda p: p.astype(jnp.bfloat16), tree(0)),
+        make_optimizer(OptimConfig(), LOGICAL_AXES),
+        averages=True,
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.ema)} == {jnp.dtype(jnp.float32)}

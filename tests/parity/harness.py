@@ -17,7 +17,7 @@ from jaxpar.experiments.parity import relative_differences as gradient_errors
 from jaxpar.experiments.parity import scaled_differences
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
-from jaxpar.step import accumulate, matmul_precision, update
+from jaxpar.step import matmul_precision, update
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -78,7 +78,7 @@ def train(program: Program, num_steps: int = 3, params: dict | None = None) -> O
 
     def step(state, batch):
         with matmul_precision(config):
-            grads, metrics = accumulate(program.definition, program.loss_fn, state.params, batch)
+            grads, metrics = program.accumulate(state.params, batch)
         return (*update(config, program.optimizer, state, grads, metrics), grads)
 
     state = program.init(config.run.seed) if params is None else program.start_from(params)

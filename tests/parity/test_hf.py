@@ -18,9 +18,10 @@ from tests.parity.harness import DATA, build, gradient_errors, placed
 
 FAMILIES = ("llama", "llama31", "qwen2", "qwen3", "gemma", "gpt2", "mixtral", "qwen3_moe")
 ONE, FSDP, FSDP_TENSOR, HYBRID = {}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}
+CONTEXT = {"fsdp": 2, "context": 4}
 EXPERT_MESHES = ({"expert": 2}, {"expert": 4}, {"expert": 2, "tensor": 2}, {"fsdp": 2, "expert": 2})
 # Gemma has one kv head, which tensor = 2 does not divide.
-MESHES = {name: (ONE, FSDP, HYBRID if name == "gemma" else FSDP_TENSOR) for name in FAMILIES}
+MESHES = {name: (ONE, FSDP, HYBRID if name == "gemma" else FSDP_TENSOR, CONTEXT) for name in FAMILIES}
 MESHES |= dict.fromkeys(("mixtral", "qwen3_moe"), (ONE, FSDP_TENSOR, *EXPERT_MESHES))
 QUICK = [
     ("llama31", ONE),
@@ -45,7 +46,7 @@ def check(family, mesh, scratch):
     directory = DATA / "hf" / family
     config = Config(
         model=read_model_settings(directory),
-        mesh=mesh,
+        mesh={**mesh, "context_mode": "ring"},
         data={"seq_len": 48, "num_samples": 8},
         train={"steps": 1, "global_batch_size": 8},
         precision={"compute": "float32"},

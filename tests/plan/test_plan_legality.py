@@ -21,7 +21,9 @@ SIZES = st.sampled_from([1, 1, 1, 2, 3, 4, 8])
     st.fixed_dictionaries(dict.fromkeys(AXES, SIZES)),
     st.sampled_from([64, 96]),
     st.sampled_from([1, 2, 4, 8]),
-    st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 1), ("1f1b", 2)]),
+    st.sampled_from(
+        [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 1), ("1f1b", 2), ("breadth_first", 2)]
+    ),
     st.sampled_from([1000, 768]),
 )
 def test_the_two_forms_agree(preset, mesh, rows, microbatches, schedule_and_chunks, seq_len):

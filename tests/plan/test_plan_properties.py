@@ -67,13 +67,18 @@ def is_legal(config: Config, num_devices: int) -> bool:
         sizes = {axis: num_devices // others if size == -1 else size for axis, size in sizes.items()}
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != num_devices:
         return False
-    tensor, context, fsdp, shards = sizes["tensor"], sizes["context"], sizes["fsdp"], sizes["data"] * sizes["fsdp"]
+    stages, tensor, context, fsdp = (sizes[axis] for axis in ("pipeline", "tensor", "context", "fsdp"))
+    shards = sizes["data"] * fsdp
     kv_heads = model.num_kv_heads or model.num_heads
     has_head_dim = model.head_dim or model.embed_dim % model.num_heads == 0
     head_dim = model.head_dim or model.embed_dim // model.num_heads
     padded = math.ceil(model.vocab_size / model.vocab_multiple) * model.vocab_multiple
     return bool(
-        sizes["pipeline"] == sizes["expert"] == 1
+        sizes["expert"] == 1
+        and 1 in (stages, context)
+        and model.num_layers % stages == 0
+        and train.microbatches >= stages
+        and padded % (stages * tensor) == 0
         and model.embed_dim
         and has_head_dim
         and head_dim % 2 == 0
@@ -99,7 +104,7 @@ def test_resolve_agrees_with_an_independent_check(changed, num_devices):
     if plan is not None:
         assert math.prod(plan.mesh.values()) == plan.num_devices == num_devices
         assert plan.rows_per_device * plan.batch_shards * config.train.microbatches == config.train.global_batch_size
-        assert plan.padded_vocab_size % plan.mesh["tensor"] == 0
+        assert plan.padded_vocab_size % (plan.mesh["pipeline"] * plan.mesh["tensor"]) == 0
         assert resolve(plan.config, num_devices=num_devices) == plan
 
 

@@ -30,6 +30,9 @@ MESHES = (
     {"tensor": 4},
     {"fsdp": 4, "tensor": 2},
     {"data": 2, "fsdp": 4},
+    {"pipeline": 2, "tensor": 2},
+    {"context": 2, "tensor": 2},
+    {"fsdp": 2, "context": 4},
 )
 
 
@@ -112,6 +115,8 @@ LEGS = {
     "8, 4 and 1 devices": ({"fsdp": 8}, {"data": 2, "fsdp": 2}, {}),
     "1, 8 and 2 devices": ({}, MESH, {"tensor": 2}),
     "4, 8 and 8 devices": ({"fsdp": 2, "tensor": 2}, {"data": 8}, {"fsdp": 4, "tensor": 2}),
+    "stages, none and stages": ({"pipeline": 2, "fsdp": 2}, {"data": 4}, {"pipeline": 2, "data": 2, "tensor": 2}),
+    "8, 2 and 4 devices, by context": ({"context": 8}, {"context": 2}, {"fsdp": 2, "context": 2}),
 }
 
 

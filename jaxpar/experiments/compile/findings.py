@@ -7,6 +7,7 @@ import math
 import jax
 
 from jaxpar.audit import (
+    Collective,
     CompilerWarnings,
     Finding,
     ProgramReport,
@@ -29,7 +30,7 @@ from jaxpar.experiments.compile.targets import Target
 from jaxpar.mesh import used_axes
 from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.program import Program
-from jaxpar.sharding import GATHER_AXES, axes_of
+from jaxpar.sharding import CONTEXT_AXIS, GATHER_AXES, axes_of
 
 _HLO_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 _INDICES = {"s32", "u32", "pred", "s8", "u8"}
@@ -99,10 +100,16 @@ def _wire_lints(program: Program, report: ProgramReport, target: Target) -> list
         finding
         for op in ("all-gather", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
         for finding in unwanted_wire_dtypes(report, allowed=compute, op=op, min_bytes=_SMALL_BYTES)
+        if not (_is_ring(finding.collective) and set(finding.collective.dtypes) <= reduce)
     ]
     for op in ("reduce-scatter", "all-reduce"):
         wrong += unwanted_wire_dtypes(report, allowed=reduce, op=op, min_bytes=_SMALL_BYTES)
     return [*wrong, *exposed_collectives(report)]
+
+
+def _is_ring(found: Collective) -> bool:
+    """Ring attention sums gradients of keys and values up as it passes them on: permutes that reduce."""
+    return found.op == "collective-permute" and set(found.axes or ()) == {CONTEXT_AXIS}
 
 
 def _product_lints(program: Program, report: ProgramReport) -> list[Finding]:

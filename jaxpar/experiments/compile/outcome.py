@@ -69,6 +69,8 @@ class CompileOutcome:
     compiler makes none async."""
     conditionals: int
     """Conditional instructions; those whose branches communicate need all devices to take the same branch."""
+    attention: str
+    """Kernel that was chosen, and why."""
     options: dict[str, bool | int | str]
     """Compiler options that were given."""
     lints: tuple[Lint, ...]

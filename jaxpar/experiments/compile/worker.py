@@ -19,6 +19,7 @@ from jaxpar.audit.program_lints import hidden_share
 from jaxpar.config import load_config
 from jaxpar.experiments.compile.findings import find_lints
 from jaxpar.experiments.compile.outcome import CollectiveRow, CompileOutcome
+from jaxpar.experiments.compile.pretend import as_if_on
 from jaxpar.experiments.compile.targets import GpuTarget, Target
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
@@ -36,8 +37,10 @@ def main(request: str, result: str) -> None:
         file.flush()
         config = load_config(file.name, [])
     plan = resolve(config, num_devices=target.num_devices)
-    program = Program.build(plan, target_devices(target))
-    Path(result).write_text(json.dumps(compile_program(program, target).to_dict()))
+    devices = target_devices(target)
+    with as_if_on(devices[0]):
+        outcome = compile_program(Program.build(plan, devices), target)
+    Path(result).write_text(json.dumps(outcome.to_dict()))
 
 
 def target_devices(target: Target) -> Sequence[jax.Device]:
@@ -73,6 +76,7 @@ def compile_program(program: Program, target: Target) -> CompileOutcome:
         wire_bytes=report.wire_bytes_per_step(),
         hidden_share=hidden_share(report) if target.gpu is not None else None,
         conditionals=sum(site.instruction.opcode == "conditional" for site in parse_module(text).walk()),
+        attention=program.attention.reason,
         options=options,
         lints=find_lints(program, report, lowered, warnings, target),
         lower_s=traced - started,

@@ -1,0 +1,100 @@
+"""The decoder as a pipeline: gradients and validation of a step whose layers are spread over stages.
+
+``accumulate`` and ``evaluate`` here do what those of ``jaxpar.step`` do on a mesh without stages, with the same
+arguments and results, so that optimizer, clipping, metrics and checkpoints do not know that there is a pipeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+
+from jaxpar import pipeline
+from jaxpar.collectives import current_mesh
+from jaxpar.config.schema import Config
+from jaxpar.loss import hidden_loss
+from jaxpar.mesh import used_axes
+from jaxpar.placement import Placement
+from jaxpar.schedule import Schedule, build_schedule, split_layers
+from jaxpar.state import ModelDefinition
+from jaxpar.step import Batch, Metrics, mean_over_tokens
+
+LAYERS = "layers"
+"""Key of the stacked blocks among the decoder's parameters; the rest is what a pipeline calls its ends."""
+_PRESENT = "present"
+_REPLICA_AXES = ("data",)
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedDecoder:
+    """A decoder, a schedule, and where its layers lie."""
+
+    definition: ModelDefinition
+    config: Config
+    schedule: Schedule
+    placement: Placement
+
+    @classmethod
+    def of(cls, config: Config, definition: ModelDefinition, num_stages: int) -> StagedDecoder:
+        """The pipeline that a legal config asks for."""
+        schedule = build_schedule(
+            config.pipeline.schedule,
+            num_stages=num_stages,
+            num_microbatches=config.train.microbatches,
+            num_chunks=config.pipeline.chunks,
+        )
+        num_layers = config.model.num_layers
+        split = split_layers(num_layers, num_stages=num_stages, num_chunks=config.pipeline.chunks)
+        return cls(definition, config, schedule, Placement(split, num_layers))
+
+    def accumulate(self, params: dict, batch: Batch) -> tuple[dict, Metrics]:
+        """As ``jaxpar.step.accumulate``: gradients of the mean loss over all tokens, and the means themselves."""
+        run = pipeline.value_and_grad(self.schedule, **self._functions())
+        result = run(self._staged(params[LAYERS]), _ends(params), dict(batch))
+        layer_grads = {name: grad for name, grad in result.weight_grads.items() if name != _PRESENT}
+        grads = {LAYERS: jax.tree.map(self.placement.from_stages, layer_grads), **result.end_grads}
+        return mean_over_tokens(grads, {"loss": result.loss + result.aux, **result.sums})
+
+    def evaluate(self, params: dict, batch: Batch) -> Metrics:
+        """As ``jaxpar.step.evaluate``: sums of cross entropy and tokens, by the forward lanes of the schedule."""
+        run = pipeline.forward(self.schedule, **self._functions())
+        _, sums = run(self._staged(params[LAYERS]), _ends(params), dict(batch))
+        return {name: sums[name] for name in ("cross_entropy", "tokens")}
+
+    def _staged(self, layers: dict) -> dict:
+        """Weights by stage; with a mask of the places that hold a layer, if some hold none."""
+        staged = jax.tree.map(self.placement.to_stages, layers)
+        mask = self.placement.split.mask
+        return staged if mask.all() else {**staged, _PRESENT: reshard(jnp.asarray(mask), P(None, pipeline.AXIS))}
+
+    def _functions(self) -> dict[str, object]:
+        """What ``jaxpar.pipeline`` runs, each on one microbatch; and the axes that only split its rows."""
+        bind, train = self.definition.bind, self.config.train
+
+        def embed(ends: dict, side: Mapping[str, jax.Array]) -> jax.Array:
+            return bind(ends).embedded(side["tokens"], side["positions"])
+
+        def stage(weights: dict, x: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            weights = dict(weights)
+            present = weights.pop(_PRESENT, None)
+            decoder = bind({LAYERS: weights})
+            info = decoder.sequence_info(side["positions"], side["segment_ids"])
+            return decoder.run_layers(x, info, present), jnp.float32(0)
+
+        def loss(ends: dict, y: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+            decoder = bind(ends)
+            options = {"z_loss": train.z_loss, "chunk_tokens": train.loss_chunk_tokens}
+            total, weight, sums = hidden_loss(decoder, decoder.finish(y), {}, side, **options)
+            return total, {"tokens": weight, **sums}
+
+        replicas = used_axes(current_mesh(), _REPLICA_AXES)
+        return {"embed": embed, "stage": stage, "loss": loss, "replica_axes": replicas}
+
+
+def _ends(params: dict) -> dict:
+    return {name: leaf for name, leaf in params.items() if name != LAYERS}

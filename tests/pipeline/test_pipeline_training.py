@@ -1,0 +1,90 @@
+"""The training step through stages equals the step on one device, through ``Program``, as a run has it.
+
+Loss, gradients, norm, clipping, optimizer, and the validation step. Rows are packed, tokens weigh unevenly, one
+microbatch has none.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.step import matmul_precision
+from tests.parity.harness import (
+    assert_same,
+    build,
+    model_key,
+    parity_config,
+    placed,
+    random_batch,
+    single_device,
+    train,
+)
+
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+FSDP_TENSOR = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+TIED = {"num_layers": 4, "family": "llama", "tie_embeddings": True}
+
+QUICK = {
+    "interleaved, tied, with fsdp and tensor": (FSDP_TENSOR, TIED, INTERLEAVED, 2),
+    "1f1b with data": ({"pipeline": 2, "data": 2}, {"family": "qwen2"}, {}, 2),
+}
+FOUR = {"num_layers": 4}
+EIGHT = {"num_layers": 8}
+FULL = {
+    "pipeline 4": ({"pipeline": 4}, FOUR, {}, 4),
+    "pipeline 4, 16 microbatches": ({"pipeline": 4}, FOUR, {}, 16),
+    "pipeline 8": ({"pipeline": 8}, EIGHT, {}, 8),
+    "data and fsdp": ({"pipeline": 2, "data": 2, "fsdp": 2}, FOUR, {}, 4),
+    "fsdp and tensor, 8 microbatches": (FSDP_TENSOR, FOUR, {}, 8),
+    "tensor": ({"pipeline": 4, "tensor": 2}, FOUR, {}, 4),
+    "fsdp": ({"pipeline": 2, "fsdp": 4}, FOUR, {}, 4),
+    "gpipe with fewer microbatches than stages": ({"pipeline": 4, "fsdp": 2}, FOUR, {"schedule": "gpipe"}, 2),
+    "4 chunks": ({"pipeline": 2, "fsdp": 2}, EIGHT, {"schedule": "interleaved", "chunks": 4}, 4),
+    "interleaved, 8 microbatches": ({"pipeline": 4, "data": 2}, EIGHT, INTERLEAVED, 8),
+    "breadth first": ({"pipeline": 2, "tensor": 2}, FOUR, {"schedule": "breadth_first", "chunks": 2}, 4),
+    "tied": ({"pipeline": 4, "tensor": 2}, TIED, {}, 4),
+}
+
+
+def config_of(mesh, model, pipeline, microbatches):
+    rows = {"microbatches": microbatches, "global_batch_size": 4 * microbatches}
+    return parity_config(mesh, model=dict(model_key(model)), train=rows, pipeline=pipeline)
+
+
+def check(mesh, model, pipeline, microbatches):
+    config = config_of(mesh, model, pipeline, microbatches)
+    assert_same(train(build(config)), single_device(model_key(model), microbatches, "full", 4 * microbatches))
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_pipeline_equals_one_device(case):
+    check(*QUICK[case])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("case", FULL)
+def test_every_pipeline_equals_one_device(case):
+    check(*FULL[case])
+
+
+@functools.cache
+def validated(mesh, pipeline):
+    """Sums of the validation step on initial parameters."""
+    program = build(config_of(dict(mesh), TIED, dict(pipeline), 2))
+
+    def step(params, batch):
+        with matmul_precision(program.config):
+            return program.evaluate(params, batch)
+
+    with jax.set_mesh(program.mesh):
+        sums = jax.jit(step)(program.init(0).params, placed(program, random_batch(program.config)))
+    return jax.device_get(sums)
+
+
+def test_validation_through_stages_equals_that_on_one_device():
+    expected = validated((), ())
+    found = validated(tuple(FSDP_TENSOR.items()), tuple(INTERLEAVED.items()))
+    assert found["tokens"] == expected["tokens"] == random_batch(config_of({}, TIED, {}, 2))["weights"].sum()
+    np.testing.assert_allclose(found["cross_entropy"], expected["cross_entropy"], rtol=1e-6)
