@@ -53,7 +53,7 @@ def first_source_only(received, room, starts, honest=jaxpar.model.dispatch.regro
 
 
 def swapped_offsets(sent, mine, honest=jaxpar.model.dispatch.ragged_offsets):
-    begins, sizes, lands, received = honest(sent, mine)
+    begins, sizes, _, received = honest(sent, mine)
     return begins, sizes, begins, received
 
 
