@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from jaxpar.config.schema import AXES, Config, DataConfig, ModelConfig, OptimConfig, RopeScaling, TrainConfig
 from jaxpar.plan.context import resolved_context_mode, sequence_shards
+from jaxpar.plan.experts import exchange_mode
 from jaxpar.plan.facts import BATCH_AXES, EMBED_AXES, Facts
 from jaxpar.plan.parameters import padded_vocab_size
 
@@ -23,6 +24,8 @@ REST_DEVICES = 8
 
 _MIN_WIDTH = 32
 _MIN_SEQ_LEN = 16
+_NUM_GROUPS = 2
+"""Groups of experts, where there are any."""
 _STEPS = 8
 """Length of the learning-rate schedule; fewer steps are run."""
 
@@ -56,7 +59,14 @@ def shrink(facts: Facts, *, max_devices: int = MAX_DEVICES) -> Shrunk:
     small = dataclasses.replace(
         config,
         model=model,
-        mesh=dataclasses.replace(config.mesh, **mesh, context_mode=_context_mode(config, given)),
+        mesh=dataclasses.replace(
+            config.mesh,
+            **mesh,
+            context_mode=_context_mode(config, given),
+            expert_exchange=exchange_mode(config.mesh.expert_exchange, config.model.top_k, given["expert"])
+            if given["expert"] > 1
+            else config.mesh.expert_exchange,
+        ),
         data=data,
         train=train,
         optim=_small_optim(config.optim),
@@ -145,10 +155,13 @@ def _small_model(config: Config, given: Mapping[str, int], mesh: Mapping[str, in
     if not model.num_experts:
         return small
     experts = _small_experts(model, given["expert"], mesh["expert"])
+    top_k, groups = min(model.top_k, experts), _NUM_GROUPS if model.num_expert_groups else 0
     return dataclasses.replace(
         small,
         num_experts=experts,
-        top_k=min(model.top_k, experts),
+        top_k=top_k,
+        num_expert_groups=groups,
+        top_k_groups=math.ceil(top_k * groups / experts),
         expert_mlp_dim=_width(model.expert_mlp_dim, model.embed_dim, embed_dim, tensor),
         num_shared_experts=_few(model.num_shared_experts),
     )
@@ -157,7 +170,8 @@ def _small_model(config: Config, given: Mapping[str, int], mesh: Mapping[str, in
 def _small_experts(model: ModelConfig, given: int, axis: int) -> int:
     """Experts that the axis divides, one on each device only if it was so, and more than a token uses if it was so."""
     least = axis * _few(model.num_experts // given)
-    return _multiple(axis, max(least, min(model.num_experts, model.top_k + 1)))
+    step = math.lcm(axis, _NUM_GROUPS) if model.num_expert_groups else axis
+    return _multiple(step, max(least, min(model.num_experts, model.top_k + 1)))
 
 
 def _small_layers(config: Config, given: Mapping[str, int], mesh: Mapping[str, int]) -> tuple[int, int]:
