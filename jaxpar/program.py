@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import next_token_loss
@@ -72,7 +72,8 @@ class Program:
     definition: ModelDefinition
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
-    attention: AttentionChoice
+    attention: AttentionChoice | None
+    """None for a model that is not ours."""
 
     @classmethod
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
@@ -109,6 +110,16 @@ class Program:
     def config(self) -> Config:
         """The plan's config."""
         return self.plan.config
+
+    @property
+    def true_vocab_size(self) -> int | None:
+        """Size of ``vocab`` dims on disk; None if nothing is padded in memory."""
+        return self.config.model.vocab_size
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of every array of a batch."""
+        return next(iter(self.abstract_batch.values())).sharding
 
     @property
     def averages(self) -> bool:

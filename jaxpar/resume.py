@@ -114,7 +114,9 @@ def _problem(value: str, message: str, remedy: str) -> ConfigError:
 
 def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Shapes on disk of the leaves whose vocabulary is padded in memory: parameters, and moments that mirror them."""
-    vocab_size = program.config.model.vocab_size
+    vocab_size = program.true_vocab_size
+    if vocab_size is None:
+        return {}
     vocab_dims = {
         path: [dim for dim, axis in enumerate(axes) if axis == "vocab"]
         for path, axes in program.definition.axes_by_path.items()

@@ -43,6 +43,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "shared_mlp": ("tensor",),
     "router": (),  # every device routes its own tokens to all experts
     "positions": (),
+    "unsharded": (),
     "norm": (),  # vectors of width embed: too small to be worth a gather per block
 }
 
@@ -113,6 +114,11 @@ def sequence_entry(mesh: Mesh) -> str | tuple[str, ...] | None:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of batch arrays [microbatches, rows, sequence]: every member of a context group gets the whole row."""
     return NamedSharding(mesh, P(None, batch_entry(mesh), None))
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of arrays [microbatches, rows, ...] with any dims per row."""
+    return NamedSharding(mesh, P(None, batch_entry(mesh)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -54,20 +55,36 @@ class ModelDefinition:
         return nnx.to_pure_dict(self._state)
 
     @property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params))
+
+    @property
     def axes_by_path(self) -> dict[tuple[str, ...], tuple[str, ...]]:
         """Logical axes of every parameter, by its path in the nested dict of params.
 
         Raises:
-            ValueError: a parameter without ``logical_axes``; names it.
+            ValueError: a parameter without ``logical_axes``, or with another number of them than dims, or a variable
+                that is no parameter; names it.
         """
 
         def axes(path: tuple, param: nnx.Param) -> tuple[str, ...]:
+            if not isinstance(param, nnx.Param):
+                raise ValueError(
+                    f"{'.'.join(map(str, path))} is a {type(param).__name__}: only nnx.Param variables are trained and "
+                    "saved; state that changes in the forward pass (BatchNorm, Dropout's keys) is not"
+                )
             if "logical_axes" not in param.get_metadata():
                 raise ValueError(
                     f"parameter {'.'.join(map(str, path))} has no logical axes; create it with "
                     f'nnx.Param(value, logical_axes=("embed", "mlp")), one name per dim'
                 )
-            return param.logical_axes
+            if len(param.logical_axes) != len(param.shape):
+                raise ValueError(
+                    f"parameter {'.'.join(map(str, path))} has logical axes {tuple(param.logical_axes)} for shape "
+                    f"{tuple(param.shape)}; give one name per dim"
+                )
+            return tuple(param.logical_axes)
 
         return {tuple(map(str, path)): axes(path, param) for path, param in nnx.to_flat_state(self._state)}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+from flax import nnx
 
 from jaxpar import resume
 from jaxpar.checkpoint.agreement import damage_for_all
@@ -27,10 +28,11 @@ from jaxpar.events import Progress, RunLog, RunMetrics, StepReport, check_sinks,
 from jaxpar.events.progress import format_duration
 from jaxpar.events.stopwatch import Stopwatch, describe_shares
 from jaxpar.hf import hf_params
+from jaxpar.own_model import OwnLoss, OwnModel, OwnProgram, Source
 from jaxpar.plan.catalogue import find_gpu
 from jaxpar.plan.experts import describe_exchange
 from jaxpar.plan.flops import training_flops_per_token
-from jaxpar.plan.resolve import check, resolve
+from jaxpar.plan.resolve import check, check_own, resolve, resolve_own
 from jaxpar.program import Program
 from jaxpar.resume import Place
 from jaxpar.runtime.compiled import count_cache_use
@@ -41,7 +43,6 @@ from jaxpar.runtime.profile import ProfileWindow
 from jaxpar.runtime.self_test import self_test
 from jaxpar.runtime.start import Processes, failed_process, meet, start, stop
 from jaxpar.runtime.vote import Ballot, StopVote
-from jaxpar.sharding import batch_sharding
 from jaxpar.state import TrainState
 
 ROUTER_METRICS = ("balance_loss", "router_z_loss", "load_entropy", "load_max", "dropped", "overflow", "router_logits")
@@ -92,11 +93,37 @@ class Trainer:
     """One run of one config.
 
     ``run`` checks everything that can be checked before a device is touched, then trains, and resumes by itself when
-    the run directory has a checkpoint.
+    the run directory has a checkpoint. Without further arguments the config says what is trained on what; with them it
+    is a module and data of one's own (docs/own-model.md).
+
+    Args:
+        config: Everything else: mesh, optimizer, steps, checkpoints.
+        model: Makes a Flax NNX module from ``nnx.Rngs``; its class will do. Every ``nnx.Param`` has ``logical_axes``.
+        loss_fn: (module, arrays [rows, ...]) -> (sum of the rows' losses, sum of their weights).
+        train_data: Rows by index (``len`` and ``[i]``), each a dict of arrays.
+        eval_data: Rows of the same kind that are validated every ``train.eval_every`` steps.
+
+    Raises:
+        ValueError: Some of ``model``, ``loss_fn`` and ``train_data`` are given, and others not.
     """
 
-    def __init__(self, config: Config):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: Callable[[nnx.Rngs], nnx.Module] | None = None,
+        loss_fn: OwnLoss | None = None,
+        train_data: Source | None = None,
+        eval_data: Source | None = None,
+    ):
         self.config = config
+        given = {"model": model, "loss_fn": loss_fn, "train_data": train_data}
+        missing = [name for name, value in given.items() if value is None]
+        if missing and (len(missing) < len(given) or eval_data is not None):
+            raise ValueError(f"a model of your own needs {', '.join(given)}: {', '.join(missing)} is missing")
+        self.own = (
+            None if missing else OwnModel(make=model, loss_fn=loss_fn, train_data=train_data, eval_data=eval_data)
+        )
 
     def run(self) -> Outcome:
         """Train.
@@ -109,26 +136,45 @@ class Trainer:
         """
         log = RunLog(process_id=self.config.runtime.process_id)
         with log:
-            for warning in check(self.config):
-                log.warn(warning)
-            check_sinks(self.config.observe)
-            datasets = load_dataset(
-                self.config.data, vocab_size=self.config.model.vocab_size, seed=self.config.run.seed
-            )
-            known = {"num_rows": len(datasets.train), "tokenizer_vocab_size": datasets.vocab_size_of_tokenizer}
-            check(self.config, **known)
+            datasets, known = self._checked(log)
             found = resume.find_checkpoint(self.config)
             if unused := resume.unused_path(self.config, found):
                 log.warn(unused)
             processes = start(self.config.runtime, run_dir=self.config.run.dir, say=log.say)
             with _one_end_for_all(processes, log):
-                plan = resolve(self.config, num_devices=processes.global_devices, **known)
+                program = self._program(processes.global_devices, known)
                 if found:
                     with contextlib.suppress(DamagedCheckpointError):  # restoring falls back on the step before
-                        resume.check_same_run(*found, plan.config, datasets.train)
-                outcome = self._run(Program.build(plan), datasets, found, processes, log)
+                        resume.check_same_run(*found, program.config, datasets.train)
+                outcome = self._run(program, datasets, found, processes, log)
             stop(success=True)
         return outcome
+
+    def _checked(self, log: RunLog) -> tuple[Datasets, dict[str, int]]:
+        """The data, and what is known of it, once all that needs no device is in order."""
+        config = self.config
+        apply_rules = check if self.own is None else check_own
+        for warning in apply_rules(config):
+            log.warn(warning)
+        check_sinks(config.observe)
+        if self.own is None:
+            datasets = load_dataset(config.data, vocab_size=config.model.vocab_size, seed=config.run.seed)
+            known = {"num_rows": len(datasets.train), "tokenizer_vocab_size": datasets.vocab_size_of_tokenizer}
+        else:
+            datasets = self.own.datasets()
+            known = {"num_rows": len(datasets.train)}
+            if config.train.eval_every and datasets.validation is None:
+                message, remedy = "asks for validation, but there is no eval_data", "give eval_data to jaxpar.Trainer"
+                raise ConfigError(
+                    [Problem(key="train.eval_every", value=config.train.eval_every, message=message, remedy=remedy)]
+                )
+        apply_rules(config, **known)
+        return datasets, known
+
+    def _program(self, num_devices: int, known: dict[str, int]) -> Program:
+        if self.own is None:
+            return Program.build(resolve(self.config, num_devices=num_devices, **known))
+        return OwnProgram.of(self.own, resolve_own(self.config, num_devices=num_devices, **known))
 
     def _run(
         self, program: Program, datasets: Datasets, found: tuple[Path, int] | None, processes: Processes, log: RunLog
@@ -184,7 +230,10 @@ class _Loop:
         self.config = program.config
         self.place = Place()
         self.last_step = _last_step(self.config)
-        self.flops_per_token = training_flops_per_token(self.config.model, self.config.data.seq_len)
+        is_own = isinstance(program, OwnProgram)
+        # Nothing is known of a user's module.
+        self.flops_per_token = 0 if is_own else training_flops_per_token(self.config.model, self.config.data.seq_len)
+        self.eval_last_batch = "drop" if is_own else "pad"
         gpu = find_gpu(processes.device_kind) if processes.platform == "gpu" else None
         self.peak_flops = gpu.peak_flops(self.config.precision.compute) if gpu else None
         self.loss: float | None = None
@@ -243,7 +292,7 @@ class _Loop:
             position=self.place.position,
             global_batch_size=train.global_batch_size,
             microbatches=train.microbatches,
-            sharding=batch_sharding(program.mesh),
+            sharding=program.batch_sharding,
             last_batch=config.data.last_batch,
             num_threads=config.data.num_threads,
             prefetch=config.data.prefetch,
@@ -439,10 +488,11 @@ class _Loop:
             dataset,
             global_batch_size=train.global_batch_size,
             microbatches=train.microbatches,
-            sharding=batch_sharding(self.program.mesh),
+            sharding=self.program.batch_sharding,
             num_threads=self.config.data.num_threads,
             prefetch=self.config.data.prefetch,
             num_batches=train.eval_batches,
+            last_batch=self.eval_last_batch,
         )
         started = time.perf_counter()
         sums = [self.eval_step(self.program.eval_params(self.state), batch.arrays) for batch in loader]
@@ -544,16 +594,22 @@ def _one_end_for_all(processes: Processes, log: RunLog) -> Iterator[None]:
 def _announce(program: Program, datasets: Datasets, processes: Processes, log: RunLog) -> None:
     """What will run, on what, before anything is compiled."""
     plan, config, model = program.plan, program.config, program.config.model
+    is_own = isinstance(program, OwnProgram)
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
     padding = f" (vocabulary padded to {plan.padded_vocab_size:,} in memory)" if plan.num_padding_params else ""
     log.say(str(processes))
     for note in (*processes.notes, *datasets.notes):
         log.say(note)
     log.say(
-        f"model {plan.num_params:,} parameters{padding}; mesh {mesh}; {plan.tokens_per_step:,} tokens a step = "
-        f"{config.train.global_batch_size} rows x {config.data.seq_len}, {plan.rows_per_device} rows per device and "
+        f"model {plan.num_params:,} parameters{padding}; mesh {mesh}; "
+        + ("" if is_own else f"{plan.tokens_per_step:,} tokens a step = ")
+        + f"{config.train.global_batch_size} rows"
+        + (" a step" if is_own else f" x {config.data.seq_len}")
+        + f", {plan.rows_per_device} rows per device and "
         f"microbatch; compute {config.precision.compute}, reduce {config.precision.reduce}"
     )
+    if is_own:
+        return
     log.say(program.attention.reason)
     if processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
         log.say(f"no peak is known for {processes.device_kind}: MFU is not reported")

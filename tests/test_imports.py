@@ -33,6 +33,7 @@ ORDER = (
     "program",
     "audit",
     "data",
+    "own_model",
     "checkpoint",
     "hf",
     "resume",

@@ -36,12 +36,14 @@ class LoadedConfig:
     """What was overridden that a reader may not expect."""
 
 
-def load_config(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | os.PathLike | None, overrides: Sequence[str] = (), *, own_model: bool = False) -> Config:
     """Loads a config; see :func:`load_with_sources`."""
-    return load_with_sources(path, overrides).config
+    return load_with_sources(path, overrides, own_model=own_model).config
 
 
-def load_with_sources(path: str | os.PathLike | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_with_sources(
+    path: str | os.PathLike | None, overrides: Sequence[str] = (), *, own_model: bool = False
+) -> LoadedConfig:
     """Loads a config from a TOML file and dotted overrides.
 
     Only what can be said of each value alone, and of the model's own dimensions, is checked here; rules that tie
@@ -50,6 +52,7 @@ def load_with_sources(path: str | os.PathLike | None, overrides: Sequence[str] =
     Args:
         path: TOML file, relative to the working directory; None for overrides alone.
         overrides: ``KEY=VALUE`` arguments, e.g. ``mesh.fsdp=8``; they win over the file.
+        own_model: Whether ``jaxpar.Trainer`` is given a module, so that the config needs no model.
 
     Raises:
         ConfigError: Everything that is wrong with the file and the overrides, in one error.
@@ -62,8 +65,8 @@ def load_with_sources(path: str | os.PathLike | None, overrides: Sequence[str] =
     settings = merge([preset, pretrained, explicit])
     config = _validate(settings, problems)
     sources = _sources(settings, config)
-    config = _derive(config, sources)
-    if not any(problem.key.startswith(("model", str(path))) for problem in problems):
+    config = config if own_model else _derive(config, sources)
+    if not own_model and not any(problem.key.startswith(("model", str(path))) for problem in problems):
         problems += dims_problems(config.model)
     if problems:
         raise ConfigError(problems)

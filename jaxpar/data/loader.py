@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError, Problem
 from jaxpar.data.order import PADDED, GlobalOrder, LastBatch, Order, Position
-from jaxpar.data.packing import ROW_DTYPES, empty_row
+from jaxpar.data.packing import ROW_DTYPES
 from jaxpar.data.rows import Rows
 
 Index = tuple[slice, ...]
@@ -48,7 +48,7 @@ def rows_of_devices(index_map: Mapping[Hashable, Index], num_microbatches: int, 
       rows_per_microbatch: size of the second dim.
     """
     held = np.zeros((num_microbatches, rows_per_microbatch), bool)
-    for microbatches, rows, _ in index_map.values():
+    for microbatches, rows, *_ in index_map.values():
         held[microbatches, rows] = True
     return np.flatnonzero(held)
 
@@ -91,9 +91,9 @@ class Loader(Iterator[Batch]):
     ):
         assert len(dataset) == order.num_rows
         order.check(global_batch_size, last_batch)
-        assembler = _Assembler(
-            dataset, _batch_shape(global_batch_size, microbatches, dataset.seq_len, sharding), sharding
-        )
+        row_types = _row_types(dataset)
+        shape = _batch_shape(global_batch_size, microbatches, row_types, sharding)
+        assembler = _Assembler(dataset, row_types, shape, sharding)
 
         # Holds no reference to the loader: dropping the loader drops the iterator, and with it Grain's threads.
         def load(step: int) -> Batch:
@@ -141,13 +141,15 @@ def validation_loader(
     num_threads: int,
     prefetch: int,
     num_batches: int = 0,
+    last_batch: LastBatch = "pad",
 ) -> Loader:
     """Returns one pass over ``dataset`` in order: every row exactly once, the last batch padded with weight 0.
 
-    ``num_batches`` ends the pass early; 0 means the whole dataset. The other arguments are those of ``Loader``.
+    ``num_batches`` ends the pass early; 0 means the whole dataset. Rows that have no weight to be padded with are left
+    out with ``last_batch`` drop. The other arguments are those of ``Loader``.
     """
     order = GlobalOrder(len(dataset), seed=0, shuffle=False)
-    whole = order.batches_per_epoch(global_batch_size, "pad")
+    whole = order.batches_per_epoch(global_batch_size, last_batch)
     return Loader(
         dataset,
         order=order,
@@ -155,41 +157,55 @@ def validation_loader(
         global_batch_size=global_batch_size,
         microbatches=microbatches,
         sharding=sharding,
-        last_batch="pad",
+        last_batch=last_batch,
         num_threads=num_threads,
         prefetch=prefetch,
         num_steps=min(num_batches, whole) if num_batches else whole,
     )
 
 
+RowTypes = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+"""Shape and dtype of every array of a row."""
+
+
+def _row_types(dataset: Rows) -> RowTypes:
+    """Those of tokens, unless the dataset has rows of its own kind."""
+    own = getattr(dataset, "row_types", None)
+    return own or {name: ((dataset.seq_len,), dtype) for name, dtype in ROW_DTYPES.items()}
+
+
 class _Assembler:
     """Reads this process's rows of a batch and lays them out on its devices. Has no state that a batch changes."""
 
-    def __init__(self, dataset: Rows, shape: tuple[int, int, int], sharding: jax.sharding.Sharding):
+    def __init__(self, dataset: Rows, row_types: RowTypes, shape: tuple[int, int], sharding: jax.sharding.Sharding):
         self._dataset = dataset
+        self._row_types = row_types
         self._shape = shape
         self._sharding = sharding
-        self._local_rows = rows_of_devices(sharding.addressable_devices_indices_map(shape), *shape[:2])
+        row_shape = next(iter(row_types.values()))[0]
+        index_map = sharding.addressable_devices_indices_map((*shape, *row_shape))
+        self._local_rows = rows_of_devices(index_map, *shape)
         # Where each row of the batch is among the local ones; rows of other processes are never looked up.
         places = np.full(shape[0] * shape[1], -1)
         places[self._local_rows] = np.arange(len(self._local_rows))
-        self._places = places.reshape(shape[:2])
+        self._places = places.reshape(shape)
 
     def arrays(self, ids: np.ndarray) -> dict[str, jax.Array]:
         """Returns the arrays of a batch with row ids ``[B]``; each row that this process holds is read once."""
         rows = [self._read(ids[place]) for place in self._local_rows]
 
-        def array(name: str, dtype: np.dtype) -> jax.Array:
+        def array(name: str, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
             local = np.stack([row[name] for row in rows])
+            whole = slice(None)
             # Cached, so that devices that hold the same rows share one block.
-            block = functools.cache(lambda index: local[self._places[index[:2]]][..., index[2]])
-            return jax.make_array_from_callback(self._shape, self._sharding, block, dtype=dtype)
+            block = functools.cache(lambda index: local[self._places[index[:2]]][(whole, whole, *index[2:])])
+            return jax.make_array_from_callback((*self._shape, *shape), self._sharding, block, dtype=dtype)
 
-        return {name: array(name, dtype) for name, dtype in ROW_DTYPES.items()}
+        return {name: array(name, shape, dtype) for name, (shape, dtype) in self._row_types.items()}
 
     def _read(self, row: int) -> dict[str, np.ndarray]:
         if row == PADDED:
-            return empty_row(self._shape[2])
+            return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self._row_types.items()}
         try:
             return self._dataset[int(row)]
         except Exception as error:
@@ -198,19 +214,20 @@ class _Assembler:
 
 
 def _batch_shape(
-    global_batch_size: int, microbatches: int, seq_len: int, sharding: jax.sharding.Sharding
-) -> tuple[int, int, int]:
+    global_batch_size: int, microbatches: int, row_types: RowTypes, sharding: jax.sharding.Sharding
+) -> tuple[int, int]:
     rows_per_microbatch, remainder = divmod(global_batch_size, microbatches)
     key = "train.global_batch_size"
     if remainder:
         message = f"does not divide by train.microbatches = {microbatches}, remainder {remainder}"
         remedy = f"set it to a multiple of {microbatches}"
         raise ConfigError([Problem(key=key, value=global_batch_size, message=message, remedy=remedy)])
-    shape = (microbatches, rows_per_microbatch, seq_len)
+    lead = (microbatches, rows_per_microbatch)
+    shape = (*lead, *next(iter(row_types.values()))[0])
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
         message = f"a batch of [microbatches, rows, seq_len] = {list(shape)} does not divide over {sharding}: {error}"
         remedy = "change train.global_batch_size, train.microbatches or data.seq_len, or the mesh axes that shard them"
         raise ConfigError([Problem(key=key, value=global_batch_size, message=message, remedy=remedy)]) from error
-    return shape
+    return lead

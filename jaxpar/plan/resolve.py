@@ -9,7 +9,7 @@ from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.schema import AXES, Config
 from jaxpar.plan.facts import BATCH_AXES, Facts, gather_facts
 from jaxpar.plan.parameters import padded_vocab_size, padding_param_count, param_count
-from jaxpar.plan.rules import find_problems, find_warnings
+from jaxpar.plan.rules import OWN_RULES, find_problems, find_warnings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,45 @@ def resolve(
         num_padding_params=padding_param_count(config.model),
         warnings=tuple(find_warnings(facts)),
     )
+
+
+def check_own(config: Config, *, num_devices: int | None = None, num_rows: int | None = None) -> tuple[str, ...]:
+    """As ``check``, for a run with a user's own module and data."""
+    facts = _own_facts(config, num_devices, num_rows)
+    if problems := find_problems(facts, OWN_RULES):
+        raise ConfigError(problems)
+    return tuple(find_warnings(facts))
+
+
+def resolve_own(config: Config, *, num_devices: int, num_rows: int | None = None) -> ResolvedPlan:
+    """As ``resolve``, for a run with a user's own module and data.
+
+    What only a decoder has is 0: vocabulary, parameters. A token stands for a row.
+    """
+    facts = _own_facts(config, num_devices, num_rows)
+    if problems := find_problems(facts, OWN_RULES):
+        raise ConfigError(problems)
+    batch_shards = facts.axes_product(BATCH_AXES)
+    rows_per_microbatch = config.train.global_batch_size // config.train.microbatches
+    return ResolvedPlan(
+        config=config,
+        mesh=facts.mesh,
+        num_devices=facts.axes_product(AXES),
+        batch_shards=batch_shards,
+        rows_per_microbatch=rows_per_microbatch,
+        rows_per_device=rows_per_microbatch // batch_shards,
+        tokens_per_step=config.train.global_batch_size,
+        padded_vocab_size=0,
+        num_params=0,
+        num_padding_params=0,
+        warnings=tuple(find_warnings(facts)),
+    )
+
+
+def _own_facts(config: Config, num_devices: int | None, num_rows: int | None) -> Facts:
+    facts = gather_facts(config, num_devices=num_devices, num_rows=num_rows)
+    # Without what is derived from or known of token data.
+    return dataclasses.replace(facts, config=config, num_rows=num_rows, tokenizer_vocab_size=None)
 
 
 def _unknowns(facts: Facts) -> list[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.plan import data_rules, mesh_rules, model_rules, optim_rules, run_rules, support_rules
+from jaxpar.plan import data_rules, mesh_rules, model_rules, optim_rules, own_rules, run_rules, support_rules
 from jaxpar.plan.facts import Facts
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -89,6 +89,29 @@ RULES: tuple[Rule, ...] = (
     run_rules.init_from_exists,
 )
 """Every rule of a run, in the order in which its problems are printed."""
+
+
+OWN_RULES: tuple[Rule, ...] = (
+    mesh_rules.axis_sizes,
+    mesh_rules.one_rest_axis,
+    mesh_rules.rest_axis_divides,
+    mesh_rules.mesh_product,
+    mesh_rules.device_count_agrees,
+    own_rules.own_axes,
+    own_rules.own_settings,
+    run_rules.batch_divides,
+    run_rules.rows_fill_a_batch,
+    run_rules.steps_in_order,
+    optim_rules.settings_are_used,
+    optim_rules.adamw_lr_has_a_ratio,
+    optim_rules.average_exists,
+    run_rules.processes_find_each_other,
+    run_rules.paths_are_on_file_systems,
+    run_rules.run_directory_usable,
+    run_rules.resume_exists,
+    run_rules.best_checkpoints_have_a_metric,
+)
+"""The rules of a run with a user's own module and data."""
 
 
 def find_problems(facts: Facts, rules: tuple[Rule, ...] = RULES) -> list[Problem]:
