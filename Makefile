@@ -35,3 +35,4 @@ lock:
 .PHONY: .dev
 .dev:
 	@scripts/setup.sh dev
+	@scripts/setup.sh gpu

@@ -54,8 +54,9 @@ def stage_axes(x: jax.Array) -> tuple[str, ...]:
 def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bool = True) -> Callable:
     """``body`` on local shards, manual over every mesh axis.
 
-    Inside a region that is manual already (a pipeline) the body keeps only its inputs for the backward pass: JAX 0.12
-    gives what a nested island saves a wrong shape there ("Cannot lower jaxpr with verifier errors").
+    Inside a region that is manual already (a pipeline) the backward pass is an island of its own, which runs the body
+    again from its inputs: JAX 0.12 gives what a nested island saves a wrong shape, because the spec of such a value
+    names the axes that are manual around it too ("Cannot lower jaxpr with verifier errors").
 
     Args:
         body: function of local arrays.
@@ -64,9 +65,53 @@ def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bo
         check_vma: False for a body that does not say over which axes its values vary (Pallas kernels); then every used
             axis must shard every differentiated input, since its gradient is not summed over the others.
     """
-    is_nested = AxisType.Manual in current_mesh().axis_types
-    local = jax.checkpoint(body) if is_nested else body
-    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    if AxisType.Manual not in current_mesh().axis_types:
+        return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    return _replayed(body, in_specs, out_specs, check_vma)
+
+
+def _replayed(body: Callable, in_specs: object, out_specs: object, check_vma: bool) -> Callable:
+    """An island that keeps nothing but its arguments for the backward pass."""
+
+    def opaque(local: Callable, in_specs: object, out_specs: object) -> Callable:
+        # What is in a checkpoint is not taken apart into what depends on an argument and what does not.
+        return jax.shard_map(jax.checkpoint(local), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+
+    def backward(args: tuple, cotangents: object) -> tuple:
+        leaves, structure = jax.tree.flatten(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+        is_trained = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+        def local(leaves: list[jax.Array], cotangents: object) -> list[jax.Array]:
+            def of_trained(trained: list[jax.Array]) -> object:
+                values = iter(trained)
+                mixed = [next(values) if is_t else leaf for leaf, is_t in zip(leaves, is_trained, strict=True)]
+                return body(*structure.unflatten(mixed))
+
+            _, pull = jax.vjp(of_trained, [leaf for leaf, is_t in zip(leaves, is_trained, strict=True) if is_t])
+            return pull(cotangents)[0]
+
+        found = opaque(
+            local,
+            (specs, jax.tree.map(P.to_ct_spec, out_specs)),
+            [spec.to_ct_spec() for spec, is_t in zip(specs, is_trained, strict=True) if is_t],
+        )(leaves, cotangents)
+        gradients = iter(found)
+        return structure.unflatten([next(gradients) if is_t else None for is_t in is_trained])
+
+    run = opaque(body, in_specs, out_specs)
+    replayed = jax.custom_vjp(run)
+    replayed.defvjp(lambda *args: (run(*args), args), backward)
+    return replayed
+
+
+def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """``lax.psum`` over axes that are manual here, of an array whose other dims may be sharded over others.
+
+    In an island of its own: XLA:CPU aborts on a sum of bfloat16 in a region that is manual over some axes only
+    ("Invalid binary instruction opcode copy", jaxlib 0.12.0.1).
+    """
+    return island(lambda x: lax.psum(x, axes), spec_of(x), spec_of(x))(x) if axes else x
 
 
 def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:

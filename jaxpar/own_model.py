@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import spec_of
+from jaxpar.compiler_options import choose_options
 from jaxpar.config import ConfigError, Problem
 from jaxpar.config.schema import PrecisionConfig
 from jaxpar.data.dataset import Datasets
@@ -142,6 +143,7 @@ class OwnProgram(Program):
             plan=dataclasses.replace(plan, num_params=definition.num_params),
             mesh=mesh,
             attention=None,
+            options=choose_options(config, mesh),
             definition=definition,
             optimizer=make_optimizer(config.optim, definition.logical_axes, compute=config.precision.compute),
             loss_fn=own_loss(own.loss_fn, mesh, config.precision),

@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, spec_of
+from jaxpar.collectives import current_mesh, spec_of, sum_over
 from jaxpar.schedule import Schedule
 from jaxpar.sharding import axes_of
 
@@ -183,7 +183,7 @@ class _Pipeline:
         end, _ = lax.scan(lambda carry, now: (self._tick(carry, *now), None), start, (mine, shared))
         weight_grads = self.weights.tree([grad[:, None] for grad in end.weight_grads], keep_others=False)
         result = Result(end.loss, lax.psum(end.aux, AXIS), end.sums, weight_grads, end.end_grads)
-        return lax.psum(result, self.replica_axes) if self.replica_axes else result
+        return jax.tree.map(lambda leaf: sum_over(leaf, self.replica_axes), result)
 
     def run_forward(self) -> tuple[jax.Array, object]:
         """The ticks up to the last one that has a forward lane, without their backward lanes."""
@@ -314,7 +314,7 @@ class _Pipeline:
         """Gradient of the embedding, by all stages, from that of virtual stage 0's input."""
 
         def embed_grad() -> _Carry:
-            first = lax.psum(jnp.where(self.index == 0, dx, 0), AXIS)
+            first = self._of_stage(0, dx)
             side = self._side(microbatch)
             _, pull = jax.vjp(lambda ends: self._embed(ends, side), self.ends)
             return carry._replace(end_grads=jax.tree.map(jnp.add, carry.end_grads, *pull(first)))
@@ -343,7 +343,11 @@ class _Pipeline:
 
     def _last_stage(self, y: jax.Array) -> jax.Array:
         """What the last stage has of ``y``, on all stages."""
-        return lax.psum(jnp.where(self.index == self.schedule.num_stages - 1, y, 0), AXIS)
+        return self._of_stage(self.schedule.num_stages - 1, y)
+
+    def _of_stage(self, stage: int, value: jax.Array) -> jax.Array:
+        """What one stage has, on all stages."""
+        return sum_over(jnp.where(self.index == stage, value, 0), (AXIS,))
 
     def _add(self, sums: object, parts: object) -> object:
         return jax.tree.map(lambda total, part: total + self._own(part), sums, parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 import jax
@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.compiler_options import CompilerOptions, choose_options
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
@@ -20,6 +21,7 @@ from jaxpar.model.decoder import Decoder
 from jaxpar.model.dispatch import Exchange
 from jaxpar.optim import make_optimizer
 from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
+from jaxpar.plan.compiler_options import Option
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
 from jaxpar.stages import StagedDecoder
@@ -44,11 +46,12 @@ def decoder_definition(
     context_mode: str = "auto",
     exchange: Exchange | None = None,
     attention: str = "xla",
+    dropout: float = 0.0,
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention)
+        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention, dropout)
 
     return ModelDefinition(make_decoder)
 
@@ -74,13 +77,15 @@ class Program:
     loss_fn: LossFn
     attention: AttentionChoice | None
     """None for a model that is not ours."""
+    options: CompilerOptions
 
     @classmethod
     def build(cls, plan: ResolvedPlan, devices: Sequence[jax.Device] | None = None) -> Program:
         """The program of a plan on ``devices`` (default: all).
 
         Raises:
-            ConfigError: the attention kernel that the config asks for cannot do the work on these devices.
+            ConfigError: the attention kernel that the config asks for cannot do the work on these devices, or the
+                compiler does not know an option.
         """
         config = plan.config
         mesh = make_mesh(plan.mesh, devices)
@@ -90,12 +95,15 @@ class Program:
             receive_factor=config.mesh.expert_receive_factor,
             platform=mesh.devices.flat[0].platform,
         )
-        options = (config.train.remat, config.mesh.context_mode, exchange, chosen.kernel)
+        # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
+        remat = "products" if plan.mesh["pipeline"] > 1 else config.train.remat
+        options = (remat, config.mesh.context_mode, exchange, chosen.kernel, config.train.dropout)
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,
             mesh=mesh,
             attention=chosen,
+            options=choose_options(config, mesh),
             definition=definition,
             optimizer=make_optimizer(
                 config.optim,
@@ -105,6 +113,10 @@ class Program:
             ),
             loss_fn=partial(next_token_loss, z_loss=config.train.z_loss, chunk_tokens=config.train.loss_chunk_tokens),
         )
+
+    def with_options(self, values: Mapping[str, Option]) -> Program:
+        """The same program compiled with these options alone."""
+        return dataclasses.replace(self, options=CompilerOptions(values=values, notes=()))
 
     @property
     def config(self) -> Config:
@@ -192,5 +204,6 @@ class Program:
 
         Results need no ``out_shardings``: in Explicit mode their types say where they lie.
         """
+        options = dict(self.options.values) or None
         with jax.set_mesh(self.mesh):
-            return jax.jit(function, donate_argnums=donate).lower(*abstract_args)
+            return jax.jit(function, donate_argnums=donate, compiler_options=options).lower(*abstract_args)

@@ -608,6 +608,8 @@ def _announce(program: Program, datasets: Datasets, processes: Processes, log: R
         + f", {plan.rows_per_device} rows per device and "
         f"microbatch; compute {config.precision.compute}, reduce {config.precision.reduce}"
     )
+    for note in program.options.notes:
+        log.say(note)
     if is_own:
         return
     log.say(program.attention.reason)

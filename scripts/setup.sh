@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh base    what training needs
 #   scripts/setup.sh dev     that, and what the tests and the linter need
+#   scripts/setup.sh gpu     the GPU compiler, in .venv/gpu-compiler: only the processes that compile for GPUs see it
 #
 # Does nothing if .venv already holds what the lock names. Set PYTHON to choose the interpreter.
 set -eu
@@ -55,6 +56,17 @@ find_python() {
 }
 
 if is_current "$name"; then
+    exit 0
+fi
+
+# JAX tries every CUDA plugin that it can import and reports at length that there is no GPU: not in .venv itself.
+if [ "$name" = gpu ]; then
+    [ -x .venv/bin/python ] || "$0" base
+    echo "installing $(grep -c '==' "$lock") packages of the GPU compiler from $lock into .venv/gpu-compiler"
+    rm -rf .venv/gpu-compiler
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+        --require-hashes --no-deps --only-binary=:all: --target .venv/gpu-compiler --requirement "$lock"
+    key gpu >.venv/gpu.stamp
     exit 0
 fi
 

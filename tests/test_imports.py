@@ -18,6 +18,7 @@ ORDER = (
     "events",
     "schedule",
     "plan",
+    "compiler_options",
     "mesh",
     "sharding",
     "collectives",

@@ -38,11 +38,12 @@ class Checkout:
             "pyproject.toml",
             "requirements/base.lock",
             "requirements/dev.lock",
+            "requirements/gpu.lock",
         ):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         self.bin.mkdir()
-        for tool in ("sh", "cat", "cmp", "grep", "dirname", "basename", "mkdir", "cp", "make", "pwd"):
+        for tool in ("sh", "cat", "cmp", "grep", "dirname", "basename", "mkdir", "cp", "rm", "make", "pwd"):
             os.symlink(shutil.which(tool), self.bin / tool)
 
     def add(self, name, text):
@@ -113,6 +114,18 @@ def test_the_dev_environment_holds_the_base_one(checkout):
     assert not [call for call in calls if "-m venv" in call], "the environment is added to, not made again"
     for name in ("base", "dev"):
         assert checkout.run("scripts/setup.sh", name) == (0, "", [])
+
+
+def test_the_gpu_compiler_lies_beside_the_environment(checkout):
+    """Inside it, JAX would try the CUDA plugin in every process."""
+    checkout.add_python("python3", "3.12")
+    code, _, calls = checkout.run("scripts/setup.sh", "gpu")
+    assert (code, installed(calls)) == (0, ["base", "gpu"])
+    (call,) = (call for call in calls if "gpu.lock" in call)
+    assert {"--require-hashes", "--no-deps", "--target", ".venv/gpu-compiler"} <= set(call.split())
+    assert checkout.run("scripts/setup.sh", "gpu") == (0, "", [])
+    checkout.edit("requirements/gpu.lock", "# changed\n")
+    assert installed(checkout.run("scripts/setup.sh", "gpu")[2]) == ["gpu"]
 
 
 @pytest.mark.parametrize("changed", ["requirements/base.lock", "pyproject.toml"])
@@ -213,7 +226,7 @@ def locked(name):
     return found
 
 
-@pytest.mark.parametrize("name", ["base", "dev"])
+@pytest.mark.parametrize("name", ["base", "dev", "gpu"])
 def test_every_entry_of_a_lock_is_one_version_with_hashes_and_without_an_address(name):
     text = (ROOT / f"requirements/{name}.lock").read_text()
     assert not re.search(r"://|--index|--find-links|--extra-index|--trusted-host", text)
@@ -229,11 +242,16 @@ def test_the_dev_lock_holds_the_base_lock():
     }
 
 
+def test_the_gpu_lock_holds_only_what_the_dev_lock_does_not():
+    assert not locked("gpu").keys() & locked("dev").keys()
+
+
 def test_the_locks_hold_what_the_project_asks_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     asked = {
         "base": [*project["project"]["dependencies"], *project["dependency-groups"]["build"]],
         "dev": project["dependency-groups"]["dev"],
+        "gpu": project["project"]["optional-dependencies"]["plan-gpu"],
     }
     for name, requirements in asked.items():
         entries = {entry.lower(): requirement for entry, (requirement, _) in locked(name).items()}

@@ -245,6 +245,10 @@ class TrainConfig:
     """Attention kernel. auto: the fastest that can do the work, said in the log. cudnn: without packing. tokamax: also
     packed (mosaic_gpu on Hopper and Blackwell, triton on other GPUs). xla: anywhere, with [S, S] scores in memory. One
     that cannot do what is asked (CPU, type, head_dim, packing, an old GPU) is refused."""
+    dropout: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0
+    """Share of elements that training drops after the embedding and from what attention and MLP add to the residual
+    stream, as GPT-2 does; not of attention probabilities, which fused kernels never hold. The mask depends on the seed,
+    step, row, position, layer and feature only."""
     z_loss: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Coefficient of the squared log-partition penalty (PaLM, section 5), added to the loss."""
     loss_chunk_tokens: NonNegative = 0
@@ -389,6 +393,9 @@ class RuntimeConfig:
     """Where compiled programs are kept, so that a restart does not compile again: a directory, or "off". auto:
     ~/.cache/jaxpar/compiled (under XDG_CACHE_HOME if that is set), and run.dir/compiled for several processes, at most
     4 GiB; JAX_COMPILATION_CACHE_DIR wins over auto."""
+    compiler_options: tuple[str, ...] = ()
+    """Options of the training step's compiler, each "NAME=VALUE", over those that are chosen by the mesh;
+    "NAME=default" takes a chosen one out. One that the installed compiler does not know is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

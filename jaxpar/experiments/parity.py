@@ -190,13 +190,13 @@ def compare(actual: Trace, expected: Trace) -> Comparison:
 
 
 def _without_gradient(grads: Mapping) -> tuple[str, ...]:
-    """Leaves with at most a millionth of the norm of all gradients: rounding."""
+    """Leaves with at most a millionth of the norm of all gradients, but not exactly 0: rounding."""
     norms = {
         _name(path): float(np.linalg.norm(np.asarray(leaf, np.float64)))
         for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
     }
     limit = 1e-6 * math.sqrt(sum(norm**2 for norm in norms.values()))
-    return tuple(name for name, norm in norms.items() if norm <= limit)
+    return tuple(name for name, norm in norms.items() if 0 < norm <= limit)
 
 
 def _largest(actual: list[float], expected: list[float]) -> float:

@@ -10,7 +10,16 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxpar.config.schema import AXES, Config, DataConfig, ModelConfig, OptimConfig, RopeScaling, TrainConfig
+from jaxpar.config.schema import (
+    AXES,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RopeScaling,
+    TrainConfig,
+)
 from jaxpar.plan.context import resolved_context_mode, sequence_shards
 from jaxpar.plan.experts import exchange_mode
 from jaxpar.plan.facts import BATCH_AXES, EMBED_AXES, Facts
@@ -24,8 +33,6 @@ REST_DEVICES = 8
 
 _MIN_WIDTH = 32
 _MIN_SEQ_LEN = 16
-_NUM_GROUPS = 2
-"""Groups of experts, where there are any."""
 _STEPS = 8
 """Length of the learning-rate schedule; fewer steps are run."""
 
@@ -59,14 +66,7 @@ def shrink(facts: Facts, *, max_devices: int = MAX_DEVICES) -> Shrunk:
     small = dataclasses.replace(
         config,
         model=model,
-        mesh=dataclasses.replace(
-            config.mesh,
-            **mesh,
-            context_mode=_context_mode(config, given),
-            expert_exchange=exchange_mode(config.mesh.expert_exchange, config.model.top_k, given["expert"])
-            if given["expert"] > 1
-            else config.mesh.expert_exchange,
-        ),
+        mesh=_small_mesh(config, given, mesh),
         data=data,
         train=train,
         optim=_small_optim(config.optim),
@@ -100,6 +100,18 @@ def _scaled_down(mesh: Mapping[str, int], max_devices: int) -> dict[str, int]:
     return mesh
 
 
+def _small_mesh(config: Config, given: Mapping[str, int], mesh: Mapping[str, int]) -> MeshConfig:
+    """The small axes, with the ways of attention and of exchange that ``auto`` means at the given sizes."""
+    small = dataclasses.replace(config.mesh, **mesh, expert_receive_factor=0.0)  # few tokens are spread unevenly
+    if given["context"] > 1:
+        mode = resolved_context_mode(small.context_mode, config.data.seq_len / given["context"])
+        small = dataclasses.replace(small, context_mode=mode)
+    if given["expert"] > 1:
+        mode = exchange_mode(small.expert_exchange, config.model.top_k, given["expert"])
+        small = dataclasses.replace(small, expert_exchange=mode)
+    return small
+
+
 def _few(per_shard: int) -> int:
     """1 where each shard has 1, else 2."""
     return min(per_shard, 2)
@@ -112,7 +124,7 @@ def _small_optim(optim: OptimConfig) -> OptimConfig:
     eps = {"adafactor": 1e-8, "lion": None, "sgd": None}.get(optim.name, 1e-4)
     return dataclasses.replace(
         optim,
-        lr=1e-2,
+        lr=1e-3,
         warmup_steps=min(optim.warmup_steps, 2),
         decay_steps=min(optim.decay_steps, 2) if optim.schedule == "wsd" else 0,
         eps=None if eps is None else max(optim.eps or 0.0, eps),
@@ -155,23 +167,27 @@ def _small_model(config: Config, given: Mapping[str, int], mesh: Mapping[str, in
     if not model.num_experts:
         return small
     experts = _small_experts(model, given["expert"], mesh["expert"])
-    top_k, groups = min(model.top_k, experts), _NUM_GROUPS if model.num_expert_groups else 0
+    groups = min(model.num_expert_groups, 2)
     return dataclasses.replace(
         small,
         num_experts=experts,
-        top_k=top_k,
+        top_k=min(model.top_k, experts),
         num_expert_groups=groups,
-        top_k_groups=math.ceil(top_k * groups / experts),
+        top_k_groups=groups if model.top_k_groups == model.num_expert_groups else 1,
         expert_mlp_dim=_width(model.expert_mlp_dim, model.embed_dim, embed_dim, tensor),
         num_shared_experts=_few(model.num_shared_experts),
     )
 
 
 def _small_experts(model: ModelConfig, given: int, axis: int) -> int:
-    """Experts that the axis divides, one on each device only if it was so, and more than a token uses if it was so."""
-    least = axis * _few(model.num_experts // given)
-    step = math.lcm(axis, _NUM_GROUPS) if model.num_expert_groups else axis
-    return _multiple(step, max(least, min(model.num_experts, model.top_k + 1)))
+    """Experts that the axis divides, one on each device only if it was so, and more than a token uses if it was so.
+
+    With groups, each of the two that are left has as many as a token uses.
+    """
+    least = max(axis * _few(model.num_experts // given), min(model.num_experts, model.top_k + 1))
+    if model.num_expert_groups > 1:
+        return _multiple(math.lcm(axis, 2), max(least, 2 * model.top_k))
+    return _multiple(axis, least)
 
 
 def _small_layers(config: Config, given: Mapping[str, int], mesh: Mapping[str, int]) -> tuple[int, int]:
@@ -203,13 +219,6 @@ def _small_scaling(scaling: RopeScaling | None) -> RopeScaling | None:
 def _small_data(config: Config, mesh: Mapping[str, int]) -> DataConfig:
     seq_len = _multiple(sequence_shards(tensor=mesh["tensor"], context=mesh["context"]), _MIN_SEQ_LEN)
     return DataConfig(seq_len=seq_len, num_samples=4096, pack=config.data.pack)
-
-
-def _context_mode(config: Config, given: Mapping[str, int]) -> str:
-    """The way of attention that the given sizes mean; the small ones could mean the other."""
-    if given["context"] == 1:
-        return config.mesh.context_mode
-    return resolved_context_mode(config.mesh.context_mode, config.data.seq_len / given["context"])
 
 
 def _small_train(config: Config, given: Mapping[str, int], mesh: Mapping[str, int], seq_len: int) -> TrainConfig:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, varying
+from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, sum_over, varying
 from jaxpar.config.schema import RopeScaling
 from jaxpar.sharding import SEQUENCE_AXIS, TOKEN_AXES, axes_of, batch_entry, sequence_entry
 
@@ -175,4 +175,4 @@ def embed(table_vd: jax.Array, tokens_bs: jax.Array, compute: jnp.dtype) -> jax.
 
     out_spec = P(batch_entry(mesh), sequence_entry(mesh), None)
     rows = island(local, (table_spec, spec_of(tokens_bs)), out_spec)(table_vd, tokens_bs)
-    return lax.psum(rows, stages) if stages else rows
+    return sum_over(rows, stages)

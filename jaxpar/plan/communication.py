@@ -134,6 +134,9 @@ def _context(
     sent = layout.tokens * width * _value_bytes(layout)
     inside = layout.tensor * context <= cluster.domain_size
     bandwidth = cluster.ring_bandwidth(layout.tensor, context) if inside else cluster.network_bandwidth
+    if layout.context_mode == "allgather":
+        yield from _gathered_context(layout, cluster, stage, sent * (context - 1), bandwidth)
+        return
     forward, attention = sent * (context - 1) / bandwidth, stage.block.attention_s
     exposed = _hidden(forward, attention, constants) * (1 + layout.recompute)
     exposed += _hidden(2 * forward, ATTENTION_BACKWARD * attention, constants)
@@ -149,6 +152,32 @@ def _context(
         exposed_s=passes * exposed,
         overlappable=True,
     )
+
+
+def _gathered_context(
+    layout: Layout, cluster: Cluster, stage: StageTime, sent: float, bandwidth: float
+) -> Iterator[Collective]:
+    """Keys and values of the whole row gathered forward and backward (the recomputation's serves both), gradients back.
+
+    Nothing computes beside them: attention needs the gathered row, and its gradient is the last that attention makes.
+    """
+    passes = layout.microbatches * stage.blocks
+    for op, what, each, size in (
+        ("all-gather", "keys and values", 2, sent),
+        ("reduce-scatter", "their gradients", 1, sent * 4 / _value_bytes(layout)),
+    ):
+        seconds = passes * each * size / bandwidth
+        yield Collective(
+            axis="context",
+            op=op,
+            what=what,
+            count=passes * each,
+            bytes=passes * each * size,
+            link=cluster.link_name(layout.tensor, layout.context),
+            seconds=seconds,
+            exposed_s=seconds,
+            overlappable=False,
+        )
 
 
 def _expert(

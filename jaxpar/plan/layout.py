@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.facts import Facts
 
 Precision = Literal["float32", "bfloat16", "float8", "float8_row", "mxfloat8", "float4"]
@@ -42,6 +43,7 @@ class Layout:
     strategy: Strategy
     tensor: int = 1
     context: int = 1
+    context_mode: Literal["ring", "allgather"] = "ring"
     expert: int = 1
     pipeline: int = 1
     chunks: int = 1
@@ -113,6 +115,7 @@ def mesh_layout(
     schedule: str = "1f1b",
     chunks: int = 1,
     precision: Precision = "bfloat16",
+    context_mode: str = "auto",
 ) -> Layout:
     """The layout of a mesh; the batch divides by it."""
     batch_shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
@@ -126,6 +129,7 @@ def mesh_layout(
         strategy=strategy if weight_shards > 1 else "none",
         tensor=mesh["tensor"],
         context=mesh["context"],
+        context_mode=resolved_context_mode(context_mode, seq_len / mesh["context"]) if mesh["context"] > 1 else "ring",
         expert=mesh["expert"],
         pipeline=mesh["pipeline"],
         chunks=chunks,
@@ -149,4 +153,5 @@ def layout_of(facts: Facts) -> Layout:
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
         precision=config.precision.compute,
+        context_mode=config.mesh.context_mode,
     )

@@ -164,8 +164,11 @@ def _buffers(shape: ModelShape, layout: Layout) -> float:
     tokens, tensor = layout.tokens, layout.tensor
     hidden = value * tokens * shape.embed_dim
     total = 2 * hidden / tensor if layout.pipeline > 1 else 0.0
-    if layout.context > 1:
+    if layout.context > 1 and layout.context_mode == "ring":
         total += 2 * value * tokens * 2 * shape.kv_width / tensor
+    elif layout.context > 1:
+        # Gathered keys and values, and everyone's gradients of them in float32.
+        total += (value + 4) * tokens * layout.context * 2 * shape.kv_width / tensor
     if layout.expert > 1:
         total += 2 * shape.top_k * hidden / tensor
     if tensor > 1:

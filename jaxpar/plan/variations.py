@@ -40,6 +40,7 @@ def with_changes(task: Task, layout: Layout, mesh: Mapping[str, int] | None = No
         "strategy": "full" if layout.strategy == "none" else layout.strategy,
         "schedule": layout.schedule,
         "chunks": layout.chunks if mesh["pipeline"] > 1 else 1,
+        "context_mode": layout.context_mode if mesh["context"] == layout.context else "auto",
         **changes,
     }
     if mesh["pipeline"] > 1:

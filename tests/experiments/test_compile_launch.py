@@ -129,6 +129,7 @@ def test_the_outcome_goes_through_json():
         wire_bytes=4.0,
         hidden_share=None,
         conditionals=0,
+        custom_calls={"__cudnn$fmhaSoftmax": 2},
         attention="attention xla",
         options={"a": 1},
         lints=(Lint(rule="r", message="m"),),

@@ -39,7 +39,7 @@ def legal_configs(draw) -> Config:
     return config
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(legal_configs())
 def test_legal_small_and_of_the_same_structure(config):
     shrunk = shrink(gather_facts(config))

@@ -97,7 +97,6 @@ def test_the_cause_is_named_before_what_follows_from_it(changed, what, equal):
 
 
 RECIPES = [
-    ["configs/llama-3.1-8b.toml"],
     ["configs/quickstart.toml"],
     ["model.preset=qwen2.5-0.5b", "mesh.data=4", "mesh.tensor=2", "train.microbatches=2", "train.global_batch_size=64"],
     ["model.preset=llama-3.2-1b", "mesh.fsdp=64", "mesh.tensor=8", "data.pack=false", "train.global_batch_size=64"],

@@ -48,9 +48,10 @@ FULL = {
 }
 
 
-def config_of(mesh, model, pipeline, microbatches):
+def config_of(mesh, model, pipeline, microbatches, compute="float32"):
     rows = {"microbatches": microbatches, "global_batch_size": 4 * microbatches}
-    return parity_config(mesh, model=dict(model_key(model)), train=rows, pipeline=pipeline)
+    precision = {"compute": compute}
+    return parity_config(mesh, model=dict(model_key(model)), train=rows, pipeline=pipeline, precision=precision)
 
 
 def check(mesh, model, pipeline, microbatches):
@@ -88,3 +89,12 @@ def test_validation_through_stages_equals_that_on_one_device():
     found = validated(tuple(FSDP_TENSOR.items()), tuple(INTERLEAVED.items()))
     assert found["tokens"] == expected["tokens"] == random_batch(config_of({}, TIED, {}, 2))["weights"].sum()
     np.testing.assert_allclose(found["cross_entropy"], expected["cross_entropy"], rtol=1e-6)
+
+
+@pytest.mark.proof
+def test_bfloat16_through_stages_is_near_that_on_one_device():
+    def losses(mesh, pipeline):
+        return train(build(config_of(mesh, TIED, pipeline, 2, compute="bfloat16"))).losses
+
+    staged = losses({"pipeline": 2, "data": 2, "tensor": 2}, INTERLEAVED)
+    np.testing.assert_allclose(staged, losses({}, {}), rtol=5e-3)

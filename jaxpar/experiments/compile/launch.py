@@ -81,7 +81,9 @@ def program_config(config: Config) -> Config:
         train=dataclasses.replace(config.train, eval_every=0, eval_batches=0),
         run=RunConfig(),
         checkpoint=CheckpointConfig(),
-        runtime=RuntimeConfig(memory_fraction=config.runtime.memory_fraction),
+        runtime=RuntimeConfig(
+            memory_fraction=config.runtime.memory_fraction, compiler_options=config.runtime.compiler_options
+        ),
         observe=ObserveConfig(),
     )
 

@@ -69,6 +69,8 @@ class CompileOutcome:
     compiler makes none async."""
     conditionals: int
     """Conditional instructions; those whose branches communicate need all devices to take the same branch."""
+    custom_calls: dict[str, int]
+    """Kernels that are not the compiler's own, by target: how many instructions call each."""
     attention: str
     """Kernel that was chosen, and why."""
     options: dict[str, bool | int | str]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxpar.audit import Collective, ProgramReport, audit, capture_compiler_warnings
-from jaxpar.audit.hlo import parse_module
+from jaxpar.audit.hlo import Instruction, parse_module
 from jaxpar.audit.program_lints import hidden_share
 from jaxpar.config import load_config
 from jaxpar.experiments.compile.findings import find_lints
@@ -63,7 +65,7 @@ def compile_program(program: Program, target: Target) -> CompileOutcome:
     with capture_compiler_warnings() as warnings:
         compiled = lowered.compile(compiler_options=options)
     compile_s = time.perf_counter() - traced
-    text = compiled.as_text()
+    instructions = [site.instruction for site in parse_module(compiled.as_text()).walk()]
     report = audit(compiled, program.mesh)
     memory = report.memory
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -75,15 +77,26 @@ def compile_program(program: Program, target: Target) -> CompileOutcome:
         collectives=collective_rows(report),
         wire_bytes=report.wire_bytes_per_step(),
         hidden_share=hidden_share(report) if target.gpu is not None else None,
-        conditionals=sum(site.instruction.opcode == "conditional" for site in parse_module(text).walk()),
+        conditionals=sum(instruction.opcode == "conditional" for instruction in instructions),
+        custom_calls=custom_calls(instructions),
         attention=program.attention.reason,
-        options=options,
+        options={**program.options.values, **options},
         lints=find_lints(program, report, lowered, warnings, target),
         lower_s=traced - started,
         compile_s=compile_s,
         cpu_s=sum(usage.ru_utime + usage.ru_stime for usage in usages),
         max_rss_bytes=max(usage.ru_maxrss for usage in usages) * 1024,
     )
+
+
+def custom_calls(instructions: Sequence[Instruction]) -> dict[str, int]:
+    """Number of instructions by the kernel that they call."""
+    targets = (
+        re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
+        for instruction in instructions
+        if instruction.opcode == "custom-call"
+    )
+    return dict(Counter(target[1] for target in targets if target))
 
 
 def collective_rows(report: ProgramReport) -> tuple[CollectiveRow, ...]:
