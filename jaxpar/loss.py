@@ -26,6 +26,7 @@ from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, unredu
 from jaxpar.config.schema import ModelConfig
 from jaxpar.mesh import used_axes
 from jaxpar.model.decoder import Decoder, Numerics
+from jaxpar.model.dropout import KEYS
 from jaxpar.model.moe import Routing
 from jaxpar.model.zigzag import split_sequence
 from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, axes_of
@@ -58,7 +59,8 @@ def next_token_loss(
 
     Args:
         decoder: the model.
-        batch: int32 tokens, labels, positions, segment_ids and float32 weights, each [B, S].
+        batch: int32 tokens, labels, positions, segment_ids and float32 weights, each [B, S]; in training with dropout
+            also uint32 keys (``jaxpar.model.dropout``).
         z_loss: coefficient of the squared log-partition (PaLM, arXiv 2204.02311, section 5).
         chunk_tokens: see ``LossOptions``.
 
@@ -68,7 +70,7 @@ def next_token_loss(
         holds ``balance_loss`` and ``router_z_loss``, without their coefficients, and ``routing``, see
         ``jaxpar.model.moe.Routing``.
     """
-    hidden = decoder.hidden_and_routing(batch["tokens"], batch["positions"], batch["segment_ids"])
+    hidden = decoder.hidden_and_routing(batch["tokens"], batch["positions"], batch["segment_ids"], batch.get(KEYS))
     return hidden_loss(decoder, *hidden, batch, z_loss=z_loss, chunk_tokens=chunk_tokens)
 
 

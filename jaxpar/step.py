@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from jaxpar.config.schema import Config
+from jaxpar.model.dropout import KEYS, token_keys
 from jaxpar.model.moe import load_metrics, rebalance
 from jaxpar.optim import learning_rate, next_average
 from jaxpar.state import ModelDefinition, TrainState
@@ -122,6 +123,8 @@ def make_train_step(
     """(state, batch) -> (state, metrics). Jit it with the state donated, under ``jax.set_mesh``."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if config.train.dropout:
+            batch = {**batch, KEYS: token_keys(config.run.seed, state.step, batch["tokens"])}
         with matmul_precision(config):
             grads, metrics = accumulate(state.params, batch)
         return update(config, optimizer, state, grads, metrics)

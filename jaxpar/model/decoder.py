@@ -22,9 +22,11 @@ from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
 from jaxpar.model.dispatch import Exchange
+from jaxpar.model.dropout import ATTENTION, EMBEDDING, MLP, dropped, layer_keys
 from jaxpar.model.kernels import segment_starts
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
 from jaxpar.model.moe import MixtureOfExperts, Routing
+from jaxpar.model.remat import Remat
 from jaxpar.model.ring import ContextWay
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
@@ -36,15 +38,6 @@ NORM_START = {"rms": 1, "rms_plus_one": 0, "layer": 1}
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 """Parameters of a block that only some families have; attention takes them by name."""
 
-PRODUCT = "product"
-"""Name, for recomputation, of what matrix products and attention return."""
-
-KEPT = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "products": jax.checkpoint_policies.save_only_these_names(PRODUCT),
-}
-"""What a block keeps for its backward pass besides its input, by kind of recomputation."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
@@ -54,16 +47,19 @@ class Numerics:
     """Products, activations and weight gathers."""
     reduce: jnp.dtype
     """Gradient reduce-scatters."""
-    remat: str
-    """``none`` or ``full``, see ``train.remat``; ``products`` keeps matrix products and attention, and does the rest
-    again."""
+    remat: Remat
+    """What the backward pass of a block computes again."""
     context_mode: str = "auto"
     """See ``mesh.context_mode``."""
     attention: str = "xla"
     """Attention kernel, see ``jaxpar.plan.attention``."""
+    dropout: float = 0.0
+    """See ``train.dropout``; nothing is dropped where no keys are given."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto", attention: str = "xla") -> Numerics:
+    def of(
+        cls, precision: PrecisionConfig, remat: Remat, context_mode: str = "auto", attention: str = "xla"
+    ) -> Numerics:
         """Numerics that a config asks for."""
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
         return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode, attention=attention)
@@ -160,33 +156,40 @@ class Block(nnx.Module):
             self.up_bias = new.full(0, width)
             self.down_bias = new.full(0, "norm")
 
-    def __call__(self, x_bsd: jax.Array, info: SequenceInfo) -> tuple[jax.Array, Routing]:
-        """One block: [B, S, D] -> [B, S, D], and what its router says. The parameters have lost their L dim."""
-        x_bsd = x_bsd + self._attention(normalised(self, "attention_norm", x_bsd), info)
+    def __call__(
+        self, x_bsd: jax.Array, info: SequenceInfo, keys_bs: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing]:
+        """One block: [B, S, D] -> [B, S, D], and what its router says. The parameters have lost their L dim.
+
+        ``keys_bs`` are this layer's keys of dropout; None: nothing is dropped.
+        """
+        rate = self.numerics.dropout
+        attended_bsd = self._attention(normalised(self, "attention_norm", x_bsd), info)
+        x_bsd = x_bsd + dropped(attended_bsd, keys_bs, ATTENTION, rate)
         y_bsd = normalised(self, "mlp_norm", x_bsd)
         if not hasattr(self, "moe"):
-            return x_bsd + self._mlp(y_bsd), {}
+            return x_bsd + dropped(self._mlp(y_bsd), keys_bs, MLP, rate), {}
         numerics = self.numerics
-        formats = (numerics.compute, numerics.reduce, numerics.remat)
+        formats = (numerics.compute, numerics.reduce, numerics.remat.mode)
         entered_bsd = enter_block(y_bsd)
         segment_ids_bs = reshard(info.segment_ids, P(*spec_of(entered_bsd).partitions[:2]))
         routed_bsd, routing = self.moe(entered_bsd, spec_of(x_bsd), segment_ids_bs, *formats)
         if self.model.num_shared_experts:
             routed_bsd = routed_bsd + self._mlp(y_bsd)
-        return x_bsd + routed_bsd, routing
+        return x_bsd + dropped(routed_bsd, keys_bs, MLP, rate), routing
 
     def _attention(self, y_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
         """What attention adds to the residual stream; in and out laid out as between blocks."""
         y_bsd = enter_block(y_bsd)
-        q_bshk = self._product("bsd,dhk->bshk", y_bsd, self.q)
-        k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
-        v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
+        q_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.q), "query")
+        k_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.k), "key")
+        v_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.v), "value")
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
         numerics = self.numerics
         context = ContextWay(numerics.context_mode, numerics.reduce)
         mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, context, numerics.attention)
-        mixed_bshk = checkpoint_name(mixed_bshk, PRODUCT)
-        return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
+        out_bsd = self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
+        return checkpoint_name(out_bsd, "attention_out")
 
     def _mlp(self, y_bsd: jax.Array) -> jax.Array:
         """What the MLP adds to the residual stream; in and out laid out as between blocks."""
@@ -194,8 +197,8 @@ class Block(nnx.Module):
         activate = ACTIVATIONS[family.activation]
         y_bsd = enter_block(y_bsd)
         if family.gated_mlp:
-            gate_bsf = self._product("bsd,df->bsf", y_bsd, self.gate)
-        up_bsf = self._biased("up_bias", self._product("bsd,df->bsf", y_bsd, self.up))
+            gate_bsf = checkpoint_name(self._product("bsd,df->bsf", y_bsd, self.gate), "gate")
+        up_bsf = checkpoint_name(self._biased("up_bias", self._product("bsd,df->bsf", y_bsd, self.up)), "up")
         hidden_bsf = activate(gate_bsf) * up_bsf if family.gated_mlp else activate(up_bsf)
         return self._biased("down_bias", self._product("bsf,fd->bsd", hidden_bsf, self.down, row_parallel))
 
@@ -211,9 +214,8 @@ class Block(nnx.Module):
             return einsum(equation, x, gather_weight(weight, numerics.compute, numerics.reduce))
 
         # Without this, autodiff would keep every gathered weight until the backward pass: the whole model per device.
-        # With remat = full, the block's own checkpoint already forgets them.
-        result = (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
-        return checkpoint_name(result, PRODUCT)
+        # With any other remat, the block's own checkpoint already forgets them.
+        return (jax.checkpoint(product) if numerics.remat.mode == "none" else product)(x, param[...])
 
 
 def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Array:
@@ -230,14 +232,16 @@ class Decoder(nnx.Module):
         self,
         model: ModelConfig,
         precision: PrecisionConfig,
-        remat: str,
+        remat: Remat,
         rngs: nnx.Rngs,
         context_mode: str = "auto",
         exchange: Exchange | None = None,
         attention: str = "xla",
+        dropout: float = 0.0,
     ):
         self.model = model
-        self.numerics = Numerics.of(precision, remat, context_mode, attention)
+        numerics = Numerics.of(precision, remat, context_mode, attention)
+        self.numerics = dataclasses.replace(numerics, dropout=dropout)
         dtype = jnp.dtype(precision.params)
         V, D = model.vocab_size, model.embed_dim
         padding = padded_vocab_size(model) - V
@@ -265,7 +269,11 @@ class Decoder(nnx.Module):
         return self.hidden_and_routing(tokens_bs, positions_bs, segment_ids_bs)[0]
 
     def hidden_and_routing(
-        self, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array
+        self,
+        tokens_bs: jax.Array,
+        positions_bs: jax.Array,
+        segment_ids_bs: jax.Array,
+        keys_bs: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Final hidden states [B, S, D], normalised, laid out as between blocks (with a context axis in zig-zag order),
         and the routing of all blocks.
@@ -274,15 +282,19 @@ class Decoder(nnx.Module):
             tokens_bs: int32 [B, S], natural order, S whole; so are the others.
             positions_bs: int32 [B, S], position of each token in its document; below ``max_positions`` if learned.
             segment_ids_bs: int32 [B, S], see ``SequenceInfo``.
+            keys_bs: uint32 [B, S], keys of dropout, see ``jaxpar.model.dropout``; None: nothing is dropped.
 
         Returns:
             The states, and ``Routing`` with a leading L (blocks with experts); empty for a dense model.
         """
         info = self.sequence_info(positions_bs, segment_ids_bs)
-        x_bsd = self.embedded(tokens_bs, positions_bs)
+        keys_bs = None if keys_bs is None else split_sequence(keys_bs)
+        x_bsd = dropped(self.embedded(tokens_bs, positions_bs), keys_bs, EMBEDDING, self.numerics.dropout)
+        num_dense = 0
         if hasattr(self, "dense_layers"):
-            x_bsd, _ = self._run(self.dense_layers, x_bsd, info)
-        x_bsd, routing = self._run(self.layers, x_bsd, info)
+            num_dense = self.model.first_dense_layers
+            x_bsd, _ = self._run(self.dense_layers, x_bsd, info, keys_bs=keys_bs)
+        x_bsd, routing = self._run(self.layers, x_bsd, info, keys_bs=keys_bs, first_layer=num_dense)
         return self.finish(x_bsd), routing
 
     def run_layers(self, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None) -> jax.Array:
@@ -296,20 +308,28 @@ class Decoder(nnx.Module):
         return self._run(self.layers, x_bsd, info, present_l)[0]
 
     def _run(
-        self, blocks: Block, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None
+        self,
+        blocks: Block,
+        x_bsd: jax.Array,
+        info: SequenceInfo,
+        present_l: jax.Array | None = None,
+        *,
+        keys_bs: jax.Array | None = None,
+        first_layer: int = 0,
     ) -> tuple[jax.Array, Routing]:
-        """All blocks of a stack in turn."""
+        """All blocks of a stack in turn; ``first_layer`` is the number of the first in the model."""
         graph, weights = nnx.split(blocks)
+        num_layers = jax.tree.leaves(weights)[0].shape[0]
+        numbers_l = None if keys_bs is None else jnp.arange(first_layer, first_layer + num_layers, dtype=jnp.uint32)
 
-        def layer(carry: tuple, inputs: tuple[nnx.State, jax.Array | None]) -> tuple[tuple, Routing]:
-            (x, info), (weights, present) = carry, inputs
-            y, routing = nnx.merge(graph, weights)(x, info)
-            return ((y if present is None else jnp.where(present, y, x)), info), routing
+        def layer(carry: tuple, inputs: tuple[nnx.State, jax.Array | None, jax.Array | None]) -> tuple[tuple, Routing]:
+            (x, info, keys_bs), (weights, present, number) = carry, inputs
+            keys = None if number is None else layer_keys(keys_bs, number)
+            y, routing = nnx.merge(graph, weights)(x, info, keys)
+            return ((y if present is None else jnp.where(present, y, x)), info, keys_bs), routing
 
-        if self.numerics.remat in KEPT:
-            # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
-            layer = jax.checkpoint(layer, policy=KEPT[self.numerics.remat], prevent_cse=False)
-        (x_bsd, _), routing = jax.lax.scan(layer, (x_bsd, info), (weights, present_l))
+        carry = (x_bsd, info, keys_bs)
+        (x_bsd, *_), routing = jax.lax.scan(self.numerics.remat.wrap(layer), carry, (weights, present_l, numbers_l))
         return x_bsd, routing
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:

@@ -42,6 +42,7 @@ def own_settings(facts: Facts) -> Iterator[Problem]:
                 )
     for key, value, unset in (
         ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
+        ("train.dropout", config.train.dropout, 0.0),
         ("train.z_loss", config.train.z_loss, 0.0),
         ("train.loss_chunk_tokens", config.train.loss_chunk_tokens, 0),
     ):
