@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.plan import data_rules, mesh_rules, model_rules, optim_rules, own_rules, run_rules, support_rules
+from jaxpar.plan import (
+    data_rules,
+    mesh_rules,
+    model_rules,
+    optim_rules,
+    own_rules,
+    remat_rules,
+    run_rules,
+    support_rules,
+)
 from jaxpar.plan.facts import Facts
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -68,6 +77,8 @@ RULES: tuple[Rule, ...] = (
     model_rules.stages_repeat_their_forward_pass,
     model_rules.param_dims_divide,
     model_rules.sequence_divides,
+    remat_rules.saved_activations_exist,
+    remat_rules.offload_needs_a_host,
     run_rules.batch_divides,
     run_rules.rows_fill_a_batch,
     run_rules.data_paths_match_source,
@@ -132,6 +143,10 @@ def find_warnings(facts: Facts) -> list[str]:
         (
             optim.decay_steps > 0 and optim.schedule != "wsd",
             f"optim.decay_steps = {optim.decay_steps} does nothing: optim.schedule is {optim.schedule!r}, not 'wsd'",
+        ),
+        (
+            train.remat not in ("selective", "offload") and train.remat_save != type(train)().remat_save,
+            f"train.remat_save does nothing: train.remat is {train.remat!r}, neither 'selective' nor 'offload'",
         ),
         (
             train.eval_batches > 0 and train.eval_every == 0,

@@ -12,15 +12,14 @@ DOUBLED = """
 import jax
 import jaxpar.step
 
-honest = jaxpar.step.finish_reduction
+honest = jaxpar.step.update
 
-def faulty(grads):
-    grads = honest(grads)
+def faulty(config, optimizer, state, grads, metrics):
     # The reference on one device stays right.
     factor = 2.0 if jax.sharding.get_abstract_mesh().size > 1 else 1.0
-    return grads | {"embedding": factor * grads["embedding"]}
+    return honest(config, optimizer, state, grads | {"embedding": factor * grads["embedding"]}, metrics)
 
-jaxpar.step.finish_reduction = faulty
+jaxpar.step.update = faulty
 """
 """A layout that doubles one gradient, as the sitecustomize of the process that verify starts."""
 
