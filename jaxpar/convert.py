@@ -32,6 +32,7 @@ from jaxpar.checkpoint.verify import leaf_checksum
 from jaxpar.checkpoint.views import ExportedTensors, MappedTensors, row_slabs
 from jaxpar.config.checkpoints import JAXPAR_PREFIX
 from jaxpar.config.dims import with_derived_dims
+from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.huggingface import PREFIX, read_model_settings
 from jaxpar.config.huggingface_export import write_model_settings
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
@@ -224,8 +225,7 @@ def plan_export(
         weights: ``params``, or ``ema`` for their moving average.
 
     Raises:
-        CheckpointError: There is no such complete step, it does not say what model it holds, or has no such weights.
-        ConfigError: transformers has no such model.
+        ConfigError: transformers has no such model; ``tokenizer`` holds no tokenizer files.
     """
     directory, step = choose_step(source, step)
     step_directory = directory / str(step)
@@ -390,7 +390,9 @@ def _side_directory(directory: Path, metadata: Mapping[str, Any], tokenizer: str
     """The first directory that has tokenizer files or a config.json of the weights."""
     if tokenizer is not None:
         if not Path(tokenizer).is_dir() or not any(side_files(tokenizer)):
-            raise CheckpointError(f"--tokenizer {tokenizer}: no directory with tokenizer files")
+            there = "holds no tokenizer files" if Path(tokenizer).is_dir() else "is no directory"
+            remedy = "name a directory with tokenizer.json or the like, or leave --tokenizer out"
+            raise ConfigError([Problem(key="--tokenizer", value=tokenizer, message=there, remedy=remedy)])
         return Path(tokenizer)
     candidates = [directory / SIDE_DIRECTORY]
     init_from = metadata["config"]["model"].get("init_from") or ""

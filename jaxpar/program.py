@@ -14,14 +14,17 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.compiler_options import CompilerOptions, choose_options
+from jaxpar.config.errors import ConfigError
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
 from jaxpar.model.dispatch import Exchange
+from jaxpar.model.remat import KEEP_ALL, KEEP_NAMED, Remat
 from jaxpar.optim import make_optimizer
 from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.compiler_options import Option
+from jaxpar.plan.remat_rules import offload_objection
 from jaxpar.plan.resolve import ResolvedPlan
 from jaxpar.sharding import batch_sharding
 from jaxpar.stages import StagedDecoder
@@ -42,7 +45,7 @@ BATCH_DTYPES = {
 def decoder_definition(
     model: ModelConfig,
     precision: PrecisionConfig,
-    remat: str = "none",
+    remat: Remat = KEEP_ALL,
     context_mode: str = "auto",
     exchange: Exchange | None = None,
     attention: str = "xla",
@@ -84,11 +87,13 @@ class Program:
         """The program of a plan on ``devices`` (default: all).
 
         Raises:
-            ConfigError: the attention kernel that the config asks for cannot do the work on these devices, or the
-                compiler does not know an option.
+            ConfigError: the attention kernel, or the recomputation, that the config asks for is not possible on these
+                devices, or the compiler does not know an option.
         """
         config = plan.config
         mesh = make_mesh(plan.mesh, devices)
+        if problems := list(offload_objection(config.train.remat, mesh.devices.flat[0].platform)):
+            raise ConfigError(problems)
         chosen = choose_attention(config, plan.mesh["context"], accelerator_of(mesh.devices.flat[0]))
         exchange = Exchange(
             mode=config.mesh.expert_exchange,
@@ -96,7 +101,7 @@ class Program:
             platform=mesh.devices.flat[0].platform,
         )
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
-        remat = "products" if plan.mesh["pipeline"] > 1 else config.train.remat
+        remat = KEEP_NAMED if plan.mesh["pipeline"] > 1 else Remat.of(config.train)
         options = (remat, config.mesh.context_mode, exchange, chosen.kernel, config.train.dropout)
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(

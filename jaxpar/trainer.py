@@ -143,10 +143,12 @@ class Trainer:
             processes = start(self.config.runtime, run_dir=self.config.run.dir, say=log.say)
             with _one_end_for_all(processes, log):
                 program = self._program(processes.global_devices, known)
+                checked = None
                 if found:
                     with contextlib.suppress(DamagedCheckpointError):  # restoring falls back on the step before
                         resume.check_same_run(*found, program.config, datasets.train)
-                outcome = self._run(program, datasets, found, processes, log)
+                        checked = found
+                outcome = self._run(_Loop(program, datasets, processes, log, checked))
             stop(success=True)
         return outcome
 
@@ -176,11 +178,10 @@ class Trainer:
             return Program.build(resolve(self.config, num_devices=num_devices, **known))
         return OwnProgram.of(self.own, resolve_own(self.config, num_devices=num_devices, **known))
 
-    def _run(
-        self, program: Program, datasets: Datasets, found: tuple[Path, int] | None, processes: Processes, log: RunLog
-    ) -> Outcome:
+    def _run(self, loop: _Loop) -> Outcome:
         """Open what the run needs, announce it, and loop."""
-        config, run_dir = program.config, Path(program.config.run.dir)
+        program, processes, log = loop.program, loop.processes, loop.log
+        config, run_dir, found = program.config, Path(program.config.run.dir), loop.checked
         with contextlib.ExitStack() as stack, _one_end_for_all(processes, log):
             if processes.process_id == 0:
                 _take(run_dir, stack, log)
@@ -189,7 +190,7 @@ class Trainer:
                 _tidy(run_dir, log)
                 (run_dir / "config.toml").write_text(config_to_toml(config))
             found = resume.agree(found)
-            _announce(program, datasets, processes, log)
+            _announce(program, loop.datasets, processes, log)
             if found and found[1] >= _last_step(config):
                 directory, step = found
                 log.say(
@@ -206,7 +207,6 @@ class Trainer:
                 )
             if processes.num_processes > 1:
                 self_test(program.mesh)
-            loop = _Loop(program, datasets, processes, log)
             loop.prepare(found, stack)
             with Interrupts(say=log.say) as interrupts:
                 return loop.train(interrupts)
@@ -225,8 +225,17 @@ class _Pending:
 class _Loop:
     """State of the training loop."""
 
-    def __init__(self, program: Program, datasets: Datasets, processes: Processes, log: RunLog):
+    def __init__(
+        self,
+        program: Program,
+        datasets: Datasets,
+        processes: Processes,
+        log: RunLog,
+        checked: tuple[Path, int] | None,
+    ):
+        """``checked``: a checkpoint (directory, step) that ``check_same_run`` has let pass."""
         self.program, self.datasets, self.processes, self.log = program, datasets, processes, log
+        self.checked = checked
         self.config = program.config
         self.place = Place()
         self.last_step = _last_step(self.config)
@@ -331,7 +340,8 @@ class _Loop:
         while True:
             try:
                 with damage_for_all():
-                    resume.check_same_run(directory, step, self.config, self.datasets.train)
+                    if (directory, step) != self.checked:
+                        resume.check_same_run(directory, step, self.config, self.datasets.train)
                 with Store(directory) as source:
                     state, place = resume.restore(source, step, self.program)
                 break

@@ -37,6 +37,7 @@ _SYNC_BYTES = 2**20
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _REMNANT = re.compile(r"(0|[1-9][0-9]*)\.(orbax-checkpoint-tmp.*|removing)")
 _ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(damaged|incomplete)(-[0-9]+)?")
+_COPY = re.compile(r"(0|[1-9][0-9]*)\.unfinished")
 _DATA_FILE = re.compile(r".*/d/[^/]+")
 
 
@@ -215,6 +216,21 @@ def tidy(directory: Path) -> list[str]:
         elif _STEP.fullmatch(entry.name) and fault(entry) is not None:
             done.append(f"step {entry.name} is set aside as {set_aside(entry).name}")
     return done
+
+
+def left_aside(directory: Path) -> list[str]:
+    """What lies beside the steps and is none: interrupted copies, and steps that were set aside; a line each."""
+    found = []
+    for entry in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if not entry.is_dir():
+            continue
+        if copy := _COPY.fullmatch(entry.name):
+            found.append(
+                f"{entry.name}: a copy of step {copy[1]} that was interrupted; the same command goes on with it"
+            )
+        elif aside := _ASIDE.fullmatch(entry.name):
+            found.append(f"{entry.name}: step {aside[1]} was {aside[2]} and set aside by a run that started here")
+    return found
 
 
 def damaged_steps(directory: Path) -> list[str]:

@@ -27,6 +27,8 @@ class Description:
     """Complete steps, ascending."""
     skipped: tuple[tuple[int, str], ...]
     """(step, why) of steps that are not complete."""
+    left_aside: tuple[str, ...]
+    """Interrupted copies and steps that were set aside, a line each."""
     step: int | None
     """The step that is described below; None for a tree that is no step of a directory."""
     step_directory: Path
@@ -73,6 +75,7 @@ def describe(path: str, step: int | None = None) -> Description:
     chosen = step if step is not None else max(complete, default=None)
     if chosen is None and (by_jaxpar or skipped or not next(directory.rglob(TREE_FILE), None)):
         why = "".join(f"; step {number}: {reason}" for number, reason in skipped)
+        why += "".join(f"; {line}" for line in commit.left_aside(directory))
         raise NoCheckpointError(f"{directory} has no complete checkpoint{why}")
     step_directory = directory if chosen is None else directory / str(chosen)
     if not step_directory.is_dir():
@@ -88,6 +91,7 @@ def describe(path: str, step: int | None = None) -> Description:
         by_jaxpar=by_jaxpar,
         steps=tuple(complete),
         skipped=tuple(skipped),
+        left_aside=tuple(commit.left_aside(directory)),
         step=chosen,
         step_directory=step_directory,
         num_bytes=sum(file.stat().st_size for file in step_directory.rglob("*") if file.is_file()),

@@ -38,6 +38,7 @@ def _heading(found: Description) -> str:
     lines = [str(found.directory), f"  written by   {writer}"]
     lines.append(f"  complete     {', '.join(f'step {step}' for step in found.steps) or 'no step'}")
     lines += [f"  passed over  step {step}: {why}" for step, why in found.skipped]
+    lines += [f"  set aside    {line}" for line in found.left_aside]
     if found.step is not None:
         lines.append(f"step {found.step}")
     lines.append(f"  size         {readable_bytes(found.num_bytes)} in {len(found.leaves)} arrays")
@@ -66,6 +67,7 @@ def _as_json(found: Description) -> dict[str, object]:
         "by_jaxpar": found.by_jaxpar,
         "steps": list(found.steps),
         "skipped": [{"step": step, "reason": why} for step, why in found.skipped],
+        "left_aside": list(found.left_aside),
         "latest": found.latest,
         "complete": found.complete,
         "step": found.step,

@@ -177,7 +177,7 @@ def _facts(config: Config, num_devices: int | None, rules: tuple[Rule, ...]) -> 
     Raises:
         ConfigError: Every rule that is broken.
     """
-    facts = gather_facts(config, num_devices=num_devices)
+    facts = dataclasses.replace(gather_facts(config, num_devices=num_devices), is_planned=True)
     if problems := find_problems(facts, rules):
         raise ConfigError(problems)
     return facts

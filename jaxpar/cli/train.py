@@ -20,6 +20,7 @@ from jaxpar.config import Config, ConfigError, load_with_sources
 from jaxpar.config.overrides import split_path
 from jaxpar.config.schema import MeshConfig
 from jaxpar.plan.resolve import check
+from jaxpar.runtime.interrupt import EndOnSigterm
 
 EPILOG = """
 Examples:
@@ -64,8 +65,10 @@ def train(
         importlib.import_module("jaxpar.cli.sharding").print_sharding(loaded.config, as_json)
         return
     trainer = importlib.import_module("jaxpar.trainer")
+    # While steps run, SIGTERM is the trainer's; before and after, there is nothing to save.
+    preempted = EndOnSigterm(PREEMPTED, "preempted while no step ran; the same command goes on from what is saved")
     try:
-        with stdout_to_stderr() if as_json else contextlib.nullcontext():
+        with preempted, stdout_to_stderr() if as_json else contextlib.nullcontext():
             outcome = trainer.Trainer(loaded.config).run()
     except KeyboardInterrupt:
         # Before the first step, or for the second time. An ordinary exit would wait for threads that read or save.

@@ -16,6 +16,11 @@ from jaxpar.checkpoint.places import locate
 from jaxpar.checkpoint.verify import Verdict, verify_step
 from jaxpar.cli.sizes import readable_bytes
 
+MAX_FAULTS = 20
+"""Faults of a step that are printed; a step with one broken file can have a fault per array."""
+
+_MAX_LINE = 240
+
 
 def verify(path: str, step: int | None, as_json: bool) -> bool:
     """Check every step, or one; print what was found; return whether all is whole."""
@@ -71,10 +76,20 @@ def _print(verdicts: list[Verdict], unfinished: list[tuple[int, str]]) -> None:
         what = f"{verdict.num_leaves} arrays, {readable_bytes(verdict.num_bytes)}"
         state = f"DAMAGED: {len(verdict.faults)} faults" if verdict.faults else f"whole: {what}"
         print(f"step {verdict.step_directory.name}: {state}")
-        for line in (*verdict.faults, *verdict.notes):
-            print(f"  {line}")
+        for fault in verdict.faults[:MAX_FAULTS]:
+            print(f"  {_one_line(fault)}")
+        if len(verdict.faults) > MAX_FAULTS:
+            print(f"  and {len(verdict.faults) - MAX_FAULTS} more; --json lists all")
+        for note in verdict.notes:
+            print(f"  {note}")
     for step, why in unfinished:
         print(f"step {step}: {why}; it is ignored by runs, and removed when one starts here")
+
+
+def _one_line(fault: str) -> str:
+    """What is wrong, without the long words of the storage library that may follow."""
+    line = " ".join(fault.split())
+    return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ..."
 
 
 def _as_json(verdict: Verdict) -> dict[str, object]:

@@ -111,6 +111,8 @@ def describe_type(annotation: object, metadata: Iterable[object] = ()) -> str:
         return describe_type(_without_none(annotation), constraints)
     if typing.get_origin(annotation) is tuple:
         item, _ = typing.get_args(annotation)
+        if typing.get_origin(item) is typing.Literal:
+            return "a list of any of " + describe_type(item).removeprefix("one of ")
         return f"a list of {_plural(describe_type(item))}"
     if annotation not in _NOUNS:
         return "a table with " + ", ".join(annotation.__pydantic_fields__)

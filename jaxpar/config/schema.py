@@ -22,6 +22,9 @@ TOKENIZED_SOURCES = ("store", "tokens")
 
 _SECTION = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
+Activation = Literal["query", "key", "value", "attention", "attention_out", "gate", "up"]
+"""Names of activations that train.remat_save can keep."""
+
 # Strict: "8", 8.0 and true are not integers, 1 is not a boolean; an integer is a float.
 Int = Annotated[int, Field(strict=True)]
 Positive = Annotated[int, Field(strict=True, ge=1)]
@@ -238,9 +241,14 @@ class TrainConfig:
     microbatches: Positive = 1
     """Forward and backward passes whose gradients make one optimizer step (gradient accumulation, weighted by
     tokens)."""
-    remat: Literal["none", "full"] = "full"
-    """What the backward pass recomputes: full keeps only each block's input; none keeps activations (never gathered
-    weights)."""
+    remat: Literal["none", "full", "selective", "offload"] = "full"
+    """What the backward pass recomputes: full keeps only each block's input, selective also the activations of
+    remat_save, none everything. offload is selective with all of that in host memory (GPUs only). Gathered weights are
+    never kept."""
+    remat_save: tuple[Activation, ...] = ("query", "key", "value", "attention", "attention_out")
+    """Activations of a block that selective and offload keep. query, key, value: the projections, before RoPE.
+    attention: the kernel's result, so that it is not run again. attention_out: after the output projection. gate, up:
+    the MLP's wide products, most of the recomputation and of the memory."""
     attention: Literal["auto", "xla", "cudnn", "tokamax"] = "auto"
     """Attention kernel. auto: the fastest that can do the work, said in the log. cudnn: without packing. tokamax: also
     packed (mosaic_gpu on Hopper and Blackwell, triton on other GPUs). xla: anywhere, with [S, S] scores in memory. One

@@ -2,6 +2,7 @@
 
 Kept: family, ratios of heads, ties, whether dims divide, how layers meet stages, packing, remat, microbatches against
 stages, sharding strategy, schedule, optimizer, and every setting that is not a size. Made small: everything else.
+Offloaded activations stay where they are (remat selective): the devices are fake and have no other memory.
 """
 
 from __future__ import annotations
@@ -238,6 +239,7 @@ def _small_train(config: Config, given: Mapping[str, int], mesh: Mapping[str, in
         loss_chunk_tokens=max(1, 3 * local_tokens // 5),
         eval_every=0,
         eval_batches=0,
+        remat="selective" if train.remat == "offload" else train.remat,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, island, spec_of, varying
@@ -104,4 +105,6 @@ def attention(
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Softmax attention of local arrays, causal, and only inside a document; softmax in float32."""
     same_document = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return jax.nn.dot_product_attention(q, k, v, mask=same_document[:, None], is_causal=True, implementation="xla")
+    mask = same_document[:, None]
+    mixed = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
+    return checkpoint_name(mixed, "attention")

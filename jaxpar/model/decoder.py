@@ -26,6 +26,7 @@ from jaxpar.model.dropout import ATTENTION, EMBEDDING, MLP, dropped, layer_keys
 from jaxpar.model.kernels import segment_starts
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
 from jaxpar.model.moe import MixtureOfExperts, Routing
+from jaxpar.model.remat import Remat
 from jaxpar.model.ring import ContextWay
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
@@ -37,15 +38,6 @@ NORM_START = {"rms": 1, "rms_plus_one": 0, "layer": 1}
 EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 """Parameters of a block that only some families have; attention takes them by name."""
 
-PRODUCT = "product"
-"""Name, for recomputation, of what matrix products and attention return."""
-
-KEPT = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "products": jax.checkpoint_policies.save_only_these_names(PRODUCT),
-}
-"""What a block keeps for its backward pass besides its input, by kind of recomputation."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
@@ -55,9 +47,8 @@ class Numerics:
     """Products, activations and weight gathers."""
     reduce: jnp.dtype
     """Gradient reduce-scatters."""
-    remat: str
-    """``none`` or ``full``, see ``train.remat``; ``products`` keeps matrix products and attention, and does the rest
-    again."""
+    remat: Remat
+    """What the backward pass of a block computes again."""
     context_mode: str = "auto"
     """See ``mesh.context_mode``."""
     attention: str = "xla"
@@ -66,7 +57,9 @@ class Numerics:
     """See ``train.dropout``; nothing is dropped where no keys are given."""
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, remat: str, context_mode: str = "auto", attention: str = "xla") -> Numerics:
+    def of(
+        cls, precision: PrecisionConfig, remat: Remat, context_mode: str = "auto", attention: str = "xla"
+    ) -> Numerics:
         """Numerics that a config asks for."""
         compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
         return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode, attention=attention)
@@ -177,7 +170,7 @@ class Block(nnx.Module):
         if not hasattr(self, "moe"):
             return x_bsd + dropped(self._mlp(y_bsd), keys_bs, MLP, rate), {}
         numerics = self.numerics
-        formats = (numerics.compute, numerics.reduce, numerics.remat)
+        formats = (numerics.compute, numerics.reduce, numerics.remat.mode)
         entered_bsd = enter_block(y_bsd)
         segment_ids_bs = reshard(info.segment_ids, P(*spec_of(entered_bsd).partitions[:2]))
         routed_bsd, routing = self.moe(entered_bsd, spec_of(x_bsd), segment_ids_bs, *formats)
@@ -188,15 +181,15 @@ class Block(nnx.Module):
     def _attention(self, y_bsd: jax.Array, info: SequenceInfo) -> jax.Array:
         """What attention adds to the residual stream; in and out laid out as between blocks."""
         y_bsd = enter_block(y_bsd)
-        q_bshk = self._product("bsd,dhk->bshk", y_bsd, self.q)
-        k_bshk = self._product("bsd,dhk->bshk", y_bsd, self.k)
-        v_bshk = self._product("bsd,dhk->bshk", y_bsd, self.v)
+        q_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.q), "query")
+        k_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.k), "key")
+        v_bshk = checkpoint_name(self._product("bsd,dhk->bshk", y_bsd, self.v), "value")
         extras = {name: getattr(self, name)[...] for name in EXTRAS if hasattr(self, name)}
         numerics = self.numerics
         context = ContextWay(numerics.context_mode, numerics.reduce)
         mixed_bshk = attention(q_bshk, k_bshk, v_bshk, extras, info, self.model.norm_eps, context, numerics.attention)
-        mixed_bshk = checkpoint_name(mixed_bshk, PRODUCT)
-        return self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
+        out_bsd = self._biased("o_bias", self._product("bshk,hkd->bsd", mixed_bshk, self.o, row_parallel))
+        return checkpoint_name(out_bsd, "attention_out")
 
     def _mlp(self, y_bsd: jax.Array) -> jax.Array:
         """What the MLP adds to the residual stream; in and out laid out as between blocks."""
@@ -204,8 +197,8 @@ class Block(nnx.Module):
         activate = ACTIVATIONS[family.activation]
         y_bsd = enter_block(y_bsd)
         if family.gated_mlp:
-            gate_bsf = self._product("bsd,df->bsf", y_bsd, self.gate)
-        up_bsf = self._biased("up_bias", self._product("bsd,df->bsf", y_bsd, self.up))
+            gate_bsf = checkpoint_name(self._product("bsd,df->bsf", y_bsd, self.gate), "gate")
+        up_bsf = checkpoint_name(self._biased("up_bias", self._product("bsd,df->bsf", y_bsd, self.up)), "up")
         hidden_bsf = activate(gate_bsf) * up_bsf if family.gated_mlp else activate(up_bsf)
         return self._biased("down_bias", self._product("bsf,fd->bsd", hidden_bsf, self.down, row_parallel))
 
@@ -221,9 +214,8 @@ class Block(nnx.Module):
             return einsum(equation, x, gather_weight(weight, numerics.compute, numerics.reduce))
 
         # Without this, autodiff would keep every gathered weight until the backward pass: the whole model per device.
-        # With remat = full, the block's own checkpoint already forgets them.
-        result = (jax.checkpoint(product) if numerics.remat == "none" else product)(x, param[...])
-        return checkpoint_name(result, PRODUCT)
+        # With any other remat, the block's own checkpoint already forgets them.
+        return (jax.checkpoint(product) if numerics.remat.mode == "none" else product)(x, param[...])
 
 
 def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Array:
@@ -240,7 +232,7 @@ class Decoder(nnx.Module):
         self,
         model: ModelConfig,
         precision: PrecisionConfig,
-        remat: str,
+        remat: Remat,
         rngs: nnx.Rngs,
         context_mode: str = "auto",
         exchange: Exchange | None = None,
@@ -336,10 +328,8 @@ class Decoder(nnx.Module):
             y, routing = nnx.merge(graph, weights)(x, info, keys)
             return ((y if present is None else jnp.where(present, y, x)), info, keys_bs), routing
 
-        if self.numerics.remat in KEPT:
-            # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
-            layer = jax.checkpoint(layer, policy=KEPT[self.numerics.remat], prevent_cse=False)
-        (x_bsd, *_), routing = jax.lax.scan(layer, (x_bsd, info, keys_bs), (weights, present_l, numbers_l))
+        carry = (x_bsd, info, keys_bs)
+        (x_bsd, *_), routing = jax.lax.scan(self.numerics.remat.wrap(layer), carry, (weights, present_l, numbers_l))
         return x_bsd, routing
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:

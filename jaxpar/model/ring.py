@@ -27,6 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.model.attention_blocks import NOTHING, Partial, attend_block, attend_block_backward, merge
 from jaxpar.sharding import CONTEXT_AXIS
@@ -73,8 +74,9 @@ def _forward(way, q, k, v, segment_ids):
 
     walk = {"ring": _ring, "allgather": _gathered}[way.mode]
     so_far = walk(absorb, so_far, jnp.stack([k, v]))
-    out = _whole(so_far.out).astype(q.dtype)
-    return out, (q, k, v, segment_ids, out, _whole(so_far.log_sum))
+    out = checkpoint_name(_whole(so_far.out).astype(q.dtype), "attention")
+    log_sum = checkpoint_name(_whole(so_far.log_sum), "attention")
+    return out, (q, k, v, segment_ids, out, log_sum)
 
 
 def _ring(absorb, so_far, kv):

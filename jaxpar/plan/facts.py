@@ -29,6 +29,8 @@ class Facts:
     """Ids of the tokenizer whose text is trained on."""
     mesh: dict[str, int]
     """Axes whose size is known and at least 1; a -1 that can be resolved is."""
+    is_planned: bool = False
+    """Whether the devices are those of ``jaxpar plan``, which only exist on paper."""
 
     @property
     def model(self) -> ModelConfig:

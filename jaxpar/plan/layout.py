@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from jaxpar.plan.context import resolved_context_mode
@@ -11,14 +11,36 @@ from jaxpar.plan.facts import Facts
 
 Precision = Literal["float32", "bfloat16", "float8", "float8_row", "mxfloat8", "float4"]
 """Type of the matrix products; the float8 and float4 recipes differ in how values are scaled."""
-Remat = Literal["none", "dots", "selective", "full"]
+Remat = Literal["none", "dots", "selective", "offload", "full"]
 Strategy = Literal["none", "optimizer", "grads", "full"]
 """What of the training state is sharded over ``weight_shards``: nothing, or as in ZeRO-1, -2 and -3."""
 
 
-RECOMPUTE = {"none": 0.0, "dots": 0.2, "selective": 0.5, "full": 1.0}
-"""Share of a block's forward pass that its backward pass repeats. dots repeats elementwise work; selective keeps what
-attention needs and repeats the MLP's input products as well."""
+RECOMPUTE = {"none": 0.0, "dots": 0.2, "full": 1.0}
+"""Share of a block's forward pass that its backward pass repeats. dots repeats elementwise work."""
+
+SAVED_WORK = {
+    "query": 0.13,
+    "key": 0.03,
+    "value": 0.03,
+    "attention": 0.18,
+    "attention_out": 0.13,
+    "gate": 0.25,
+    "up": 0.25,
+}
+"""Share of full recomputation that keeping an activation saves (``train.remat_save``), in a block of Llama's
+proportions with rows of some thousand tokens."""
+
+DEFAULT_SAVE = ("query", "key", "value", "attention", "attention_out")
+"""Default of ``train.remat_save``: half of the work of full."""
+
+
+def recompute_share(remat: Remat, save: Sequence[str] = DEFAULT_SAVE) -> float:
+    """Share of a block's forward pass that its backward pass repeats; ``save`` counts for selective and offload."""
+    if remat in ("selective", "offload"):
+        return max(0.0, RECOMPUTE["full"] - sum(SAVED_WORK[name] for name in set(save)))
+    return RECOMPUTE[remat]
+
 
 STAGE_RECOMPUTE = 1.0
 """Repeated on top of that in a pipeline: a stage keeps only its input and redoes its forward pass before going back, so
@@ -51,7 +73,9 @@ class Layout:
     schedule: str = "1f1b"
     remat: Remat = "full"
     recompute: float = 1.0
-    """Share of a block's forward pass that its backward pass repeats; see :data:`RECOMPUTE`."""
+    """Share of a block's forward pass that its backward pass repeats; see :func:`recompute_share`."""
+    remat_save: tuple[str, ...] = DEFAULT_SAVE
+    """Activations that selective and offload keep."""
     precision: Precision = "bfloat16"
     sequence_parallel: bool = True
     """Between blocks the tensor axis splits the sequence."""
@@ -115,6 +139,7 @@ def mesh_layout(
     schedule: str = "1f1b",
     chunks: int = 1,
     precision: Precision = "bfloat16",
+    remat_save: tuple[str, ...] = DEFAULT_SAVE,
     context_mode: str = "auto",
 ) -> Layout:
     """The layout of a mesh; the batch divides by it."""
@@ -135,8 +160,9 @@ def mesh_layout(
         chunks=chunks,
         schedule=schedule,
         remat=remat,
-        recompute=RECOMPUTE[remat] + (STAGE_RECOMPUTE if mesh["pipeline"] > 1 else 0.0),
+        recompute=recompute_share(remat, remat_save) + (STAGE_RECOMPUTE if mesh["pipeline"] > 1 else 0.0),
         precision=precision,
+        remat_save=remat_save,
     )
 
 
@@ -153,5 +179,6 @@ def layout_of(facts: Facts) -> Layout:
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
         precision=config.precision.compute,
+        remat_save=config.train.remat_save,
         context_mode=config.mesh.context_mode,
     )

@@ -124,21 +124,37 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
     """Bytes per token that one block keeps for its backward pass, on one device.
 
     In values of the compute type, with D embed, Q query width, K key width, F MLP width (all chosen experts'):
-    full D; selective 2 D + 2 Q + 2 K; dots D + 2 Q + 2 K + 2 F; none 12 D + 2 Q + 2 K + 5 F. selective also keeps
-    attention's float32 log-sums. The D before and after a block is split by the tensor axis like everything else.
+    full D; selective and offload D and what ``remat_save`` names, by default 2 D + 2 Q + 2 K; dots D + 2 Q + 2 K + 2 F;
+    none 12 D + 2 Q + 2 K + 5 F. Attention that is kept is kept with its float32 log-sums.
+    Routed experts' activations have no names. The D before and after a block is split by the tensor axis like
+    everything else.
     """
     value = 4 if layout.precision == "float32" else 2
     embed, heads, keys = shape.embed_dim, shape.heads_width, shape.kv_width
     mlp = _mlp_values(shape)
     # The router's copies of each token, one per chosen expert, in and out.
     routed = 2 * shape.top_k * embed * shape.moe_layers / shape.num_layers
+    moe = shape.moe_layers / shape.num_layers
+    named_mlp = (1 - moe) * shape.mlp_dim + moe * shape.num_shared_experts * shape.expert_mlp_dim
+    named = {
+        "query": heads,
+        "key": keys,
+        "value": keys,
+        "attention": heads,
+        "attention_out": embed,
+        "gate": named_mlp if shape.mlp_matrices == 3 else 0,
+        "up": named_mlp,
+    }
+    selective = embed + sum(named[name] for name in set(layout.remat_save))
     values = {
         "full": embed,
-        "selective": 2 * embed + 2 * heads + 2 * keys,
+        "selective": selective,
+        "offload": selective,
         "dots": embed + 2 * heads + 2 * keys + 2 * mlp + routed,
         "none": 12 * embed + 2 * heads + 2 * keys + 5 * mlp + routed,
     }[layout.remat]
-    log_sums = 4 * shape.num_heads if layout.remat in ("selective", "none") else 0
+    has_log_sums = layout.remat == "none" or (layout.remat == "selective" and "attention" in layout.remat_save)
+    log_sums = 4 * shape.num_heads if has_log_sums else 0
     return (value * values + log_sums) / layout.tensor
 
 
@@ -220,6 +236,9 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
     """Bytes that wait for the backward pass: of all blocks, or of one chunk and the inputs of those in flight."""
     blocks = shape.num_layers / layout.pipeline
     kept = layout.tokens * kept_per_token(shape, layout)
+    if layout.remat == "offload":
+        # On the host but for the block at work and the one on its way.
+        blocks = min(blocks, 2)
     if layout.pipeline == 1:
         return blocks * kept
     value = 4 if layout.precision == "float32" else 2
@@ -257,12 +276,12 @@ def training_memory(
     dense, experts = _matrices(shape, layout)
     params, grads, optimizer = _state(shape, layout, dense, experts, state)
     activations = _kept_activations(shape, layout)
-    is_gathered = layout.strategy == "full" and layout.weight_shards > 1
+    has_scatters = layout.strategy in ("full", "grads") and layout.weight_shards > 1
     whole_copy = (dense + experts) * value if layout.strategy in ("optimizer", "grads") else 0.0
     vocab_shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
     table = shape.padded_vocab_size * shape.embed_dim * value / vocab_shards
-    # Without gathers: one block's matrices cast or sliced out, and their gradients.
-    live = (LIVE_BLOCKS if is_gathered else 2) * value * _block_params(shape, layout)
+    # Without reduce-scatters by block: one block's matrices cast or sliced out, and their gradients.
+    live = (LIVE_BLOCKS if has_scatters else 2) * value * _block_params(shape, layout)
     moe = shape.num_experts > 0
     width = 10 * _mlp_values(shape) + 12 * shape.embed_dim * (1 + (shape.top_k if moe else 0) / 4)
     intermediates = layout.tokens * width * value / 2 / layout.tensor

@@ -135,6 +135,8 @@ def _axis_change(facts: Facts) -> str:
 
 
 def _fake_devices(facts: Facts, multiple: int) -> str:
+    if facts.is_planned:
+        return f"or plan for --devices {multiple}"
     num_processes = facts.config.runtime.num_processes
     if multiple % num_processes:
         return "or fake more devices on the CPU with runtime.cpu_devices=N (N per process)"

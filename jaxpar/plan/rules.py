@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from jaxpar.config.errors import Problem
-from jaxpar.plan import data_rules, mesh_rules, model_rules, optim_rules, own_rules, run_rules, support_rules
+from jaxpar.plan import (
+    data_rules,
+    mesh_rules,
+    model_rules,
+    optim_rules,
+    own_rules,
+    remat_rules,
+    run_rules,
+    support_rules,
+)
 from jaxpar.plan.facts import Facts
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -68,6 +77,8 @@ RULES: tuple[Rule, ...] = (
     model_rules.stages_repeat_their_forward_pass,
     model_rules.param_dims_divide,
     model_rules.sequence_divides,
+    remat_rules.saved_activations_exist,
+    remat_rules.offload_needs_a_host,
     run_rules.batch_divides,
     run_rules.rows_fill_a_batch,
     run_rules.data_paths_match_source,
@@ -134,6 +145,10 @@ def find_warnings(facts: Facts) -> list[str]:
             f"optim.decay_steps = {optim.decay_steps} does nothing: optim.schedule is {optim.schedule!r}, not 'wsd'",
         ),
         (
+            train.remat not in ("selective", "offload") and train.remat_save != type(train)().remat_save,
+            f"train.remat_save does nothing: train.remat is {train.remat!r}, neither 'selective' nor 'offload'",
+        ),
+        (
             train.eval_batches > 0 and train.eval_every == 0,
             f"train.eval_batches = {train.eval_batches} does nothing: train.eval_every is 0",
         ),
@@ -141,6 +156,18 @@ def find_warnings(facts: Facts) -> list[str]:
             data.validation_fraction > 0 and train.eval_every == 0,
             f"data.validation_fraction = {data.validation_fraction} holds data out that nothing uses: "
             "train.eval_every is 0",
+        ),
+        (
+            config.model.num_experts > config.model.top_k
+            and config.model.router == "softmax"
+            and not config.model.balance_coef
+            and not config.model.init_from,
+            "model.balance_coef = 0 leaves nothing to keep the load of the experts even: a router that is trained from "
+            'random weights can come to use few of them; 0.01 is common, or model.router="sigmoid"',
+        ),
+        (
+            config.model.balance_rate != 0.001 and config.model.router != "sigmoid",
+            f"model.balance_rate = {config.model.balance_rate} does nothing: model.router is {config.model.router!r}",
         ),
         (
             runtime.coordinator is not None and runtime.num_processes == 1,

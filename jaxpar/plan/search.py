@@ -23,8 +23,8 @@ MIN_CONTEXT_TOKENS = 2048
 """Tokens of a row that a context shard keeps at least; shorter ones leave attention nothing to overlap with."""
 
 MAX_CHUNKS = 8
-REMATS = ("none", "full")
-"""Policies that a config can name."""
+REMATS = ("none", "selective", "full")
+"""Policies that a config can name, with the default list; offload's transfers are not modelled."""
 
 STRATEGIES: tuple[Strategy, ...] = ("full", "optimizer")
 """ZeRO-3 and ZeRO-1. ZeRO-2 reduces gradients as often as the first and holds weights like the second."""

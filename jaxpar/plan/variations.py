@@ -37,6 +37,7 @@ def with_changes(task: Task, layout: Layout, mesh: Mapping[str, int] | None = No
     settings = {
         "microbatches": layout.microbatches,
         "remat": layout.remat,
+        "remat_save": layout.remat_save,
         "strategy": "full" if layout.strategy == "none" else layout.strategy,
         "schedule": layout.schedule,
         "chunks": layout.chunks if mesh["pipeline"] > 1 else 1,
@@ -66,7 +67,7 @@ def variations(task: Task, layout: Layout) -> Iterator[Variation]:
 
 def _changes(task: Task, layout: Layout) -> Iterator[tuple[str, str, Layout | None]]:
     mesh, m = layout.mesh, layout.microbatches
-    for remat in ("none", "full"):
+    for remat in ("none", "selective", "full"):
         yield f"remat {remat}", f"train.remat={remat}", with_changes(task, layout, remat=remat)
     for more in (2 * m, 4 * m, 8 * m, 16 * m):
         yield f"{more} microbatches", f"train.microbatches={more}", with_changes(task, layout, microbatches=more)

@@ -73,5 +73,50 @@ class Interrupts:
             self._say(text)
 
 
+class EndOnSigterm:
+    """While entered, SIGTERM ends the process at once with an exit code of its own, wherever the program is.
+
+    A run before its first step has nothing to save, and may be minutes inside the compiler, where no Python handler
+    runs; so a thread waits for the signal. ``Interrupts``, entered inside, takes SIGTERM over. Signals can be handled
+    in the main thread only; entered elsewhere, this does nothing.
+    """
+
+    def __init__(self, exit_code: int, message: str):
+        """``message`` is written to standard error."""
+        self._exit_code, self._message = exit_code, message
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.signal(signal.SIGTERM, self._handle)
+        wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._wait, args=(reader,), name="jaxpar-sigterm", daemon=True).start()
+        self._stack.callback(os.close, writer)  # ends the thread
+        self._stack.callback(signal.set_wakeup_fd, wakeup_before)
+        self._stack.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _wait(self, reader: int) -> None:
+        """Reads the numbers of signals as they arrive, in C, whatever the main thread does."""
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) == self._handle:
+                self._end()
+        os.close(reader)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            _write_to_stderr(self._message)
+        os._exit(self._exit_code)
+
+
 def _write_to_stderr(text: str) -> None:
     os.write(2, f"{text}\n".encode())

@@ -16,8 +16,9 @@ import pytest
 
 from jaxpar.checkpoint.describe import describe
 from jaxpar.checkpoint.store import Store
-from jaxpar.checkpoint.verify import verify_step
+from jaxpar.checkpoint.verify import Verdict, verify_step
 from jaxpar.cli.main import main
+from jaxpar.cli.verify_checkpoint import _print
 from tests.checkpoint.samples import PADDED, make_state
 
 
@@ -90,6 +91,34 @@ def test_what_is_not_complete_is_said(copy, jaxpar):
     assert [entry["step"] for entry in found["skipped"]] == [20, 30]
     code, out, _ = jaxpar("inspect", copy)
     assert "passed over  step 30: the directory is empty" in out
+
+
+def test_inspect_says_what_lies_beside_the_steps(copy, jaxpar):
+    directory = copy / "checkpoints"
+    (directory / "20").rename(directory / "20.damaged")
+    (directory / "30.unfinished").mkdir()
+    code, out, _ = jaxpar("inspect", copy)
+    assert code == 0
+    assert "set aside    20.damaged: step 20 was damaged and set aside" in out
+    assert "set aside    30.unfinished: a copy of step 30 that was interrupted" in out
+    assert len(json.loads(jaxpar("inspect", copy, "--json")[1])["left_aside"]) == 2
+    (directory / "10").rename(directory / "10.incomplete-1")
+    code, out, err = jaxpar("inspect", copy)
+    assert code == 2
+    assert "has no complete checkpoint; 10.incomplete-1: step 10 was incomplete and set aside" in err
+    assert "30.unfinished: a copy of step 30 that was interrupted; the same command goes on with it" in err
+
+
+def test_verify_prints_a_line_per_fault_and_at_most_twenty(tmp_path, capsys):
+    faults = tuple(f"params/layers/{number}: [tensorstore:\n" + "x" * 1000 for number in range(30))
+    verdict = Verdict(step_directory=tmp_path / "7", faults=faults, notes=("n",), num_leaves=30, num_bytes=0)
+    _print([verdict], [])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 7: DAMAGED: 30 faults"
+    assert len(lines) == 1 + 20 + 1 + 1
+    assert all(line.startswith(f"  params/layers/{number}: ") for number, line in enumerate(lines[1:21]))
+    assert max(map(len, lines)) < 260
+    assert lines[21] == "  and 10 more; --json lists all"
 
 
 def test_verify_passes_a_whole_run_and_names_what_is_damaged(copy, jaxpar):

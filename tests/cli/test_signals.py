@@ -99,6 +99,19 @@ def test_interrupted_before_the_first_step(config):
 
 
 @pytest.mark.proof
+def test_preempted_before_the_first_step(config):
+    """Most likely inside the compiler: it ends at once, and a scheduler starts it again."""
+    process = start("train", config, cwd=config.parent)
+    with ended(process):
+        wait_until((config.parent / "run" / "log.txt").exists, process)
+        process.send_signal(signal.SIGTERM)
+        result = finish(process)
+    assert result.code == 75
+    assert result.err.endswith("preempted while no step ran; the same command goes on from what is saved\n")
+    assert saved_steps(config.parent / "run") == []
+
+
+@pytest.mark.proof
 def test_a_learning_rate_that_explodes_exits_1(config):
     """With 1e30 the parameters overflow float32 in products, and with them loss or gradient."""
     process = start("train", config, "optim.lr=1e30", "checkpoint.every=1", "checkpoint.keep=100", cwd=config.parent)

@@ -117,6 +117,8 @@ def test_json_is_the_only_thing_on_standard_output(jaxpar, tmp_path):
     assert result.code == 0
     outcome = json.loads(result.out)
     last = rows_of(tmp_path / "run" / "metrics.jsonl")[-1]
+    seconds = outcome.pop("seconds")
+    assert seconds["total_s"] > last["step_s"]
     assert outcome == {
         "reason": "none",
         "step": 2,

@@ -48,6 +48,9 @@ def values_of(key):
         return st.text(max_size=12)
     if key.accepted == "true or false":
         return st.booleans()
+    if key.accepted.startswith("a list of any of "):
+        choices = [choice.strip('"') for choice in key.accepted.removeprefix("a list of any of ").split(", ")]
+        return st.lists(st.sampled_from(choices), max_size=3).map(tuple)
     if isinstance(key.default, tuple):
         items = st.text(max_size=8) if key.accepted == "a list of strings" else st.floats(5e-324, 1e300)
         return st.lists(items, max_size=3).map(tuple)

@@ -20,6 +20,7 @@ from jaxpar.families import FAMILIES
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
 from jaxpar.model.layers import layer_normalise, normalise_plus_one
+from jaxpar.model.remat import KEEP_ALL
 from jaxpar.optim import decay_mask
 from jaxpar.plan.parameters import param_count
 from jaxpar.plan.resolve import resolve
@@ -33,7 +34,7 @@ GEMMA = ModelConfig(family="gemma", tie_embeddings=True, num_kv_heads=1, head_di
 
 def initial(model: ModelConfig) -> dict[tuple, np.ndarray]:
     """Parameters by path, made eagerly on one device."""
-    decoder = Decoder(model, PrecisionConfig(), "none", nnx.Rngs(0))
+    decoder = Decoder(model, PrecisionConfig(), KEEP_ALL, nnx.Rngs(0))
     return {path: np.asarray(leaf) for path, leaf in flatten_dict(nnx.to_pure_dict(nnx.state(decoder))).items()}
 
 

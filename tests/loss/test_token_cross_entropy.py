@@ -15,6 +15,7 @@ from jaxpar.collectives import defer_reduction, finish_reduction
 from jaxpar.loss import LossOptions, token_cross_entropy
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Numerics
+from jaxpar.model.remat import KEEP_ALL
 from jaxpar.sharding import batch_entry, sequence_entry, spec_for
 
 ROWS, LENGTH, EMBED = 8, 8, 16
@@ -29,7 +30,7 @@ def loss_on(mesh_name: str, *, tied: bool = False, chunk: int = 0, z_loss: float
     """Host arrays -> (objective, cross entropy, gradients of half the objective), through production code."""
     sizes = MESHES[mesh_name]
     mesh = make_mesh(sizes, jax.devices()[: 8 if sizes else 1])
-    numerics = Numerics(compute=jnp.dtype(compute), reduce=jnp.dtype("float32"), remat="full")
+    numerics = Numerics(compute=jnp.dtype(compute), reduce=jnp.dtype("float32"), remat=KEEP_ALL)
     options = LossOptions(vocab_size=VOCAB, z_loss=z_loss, chunk_tokens=chunk, numerics=numerics, tied=tied)
     rows, head_axes = batch_entry(mesh), ("vocab", "embed") if tied else ("embed", "vocab")
     head_shape = (PADDED, EMBED) if tied else (EMBED, PADDED)
@@ -178,7 +179,7 @@ def test_bfloat16_products_stay_within_their_rounding():
 def test_chunks_keep_the_logits_small(monkeypatch):
     """The compiled program's temporaries: whole logits of 2048 tokens x 4096 ids are 32 MiB, of 128 tokens 2 MiB."""
     mesh = make_mesh({}, jax.devices()[:1])
-    numerics = Numerics(compute=jnp.dtype("float32"), reduce=jnp.dtype("float32"), remat="full")
+    numerics = Numerics(compute=jnp.dtype("float32"), reduce=jnp.dtype("float32"), remat=KEEP_ALL)
 
     def shape(dtype, *dims):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(*(None,) * len(dims))))

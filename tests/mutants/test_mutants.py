@@ -61,13 +61,13 @@ def shards_only_norm(tree):
 def mean_of_means(honest):
     """Accumulation that gives every microbatch the same weight instead of every token."""
 
-    def faulty(definition, loss_fn, params, batch):
+    def faulty(definition, loss_fn, params, batch, **rest):
         def even(model, microbatch):
             total, weight, sums = loss_fn(model, microbatch)
             tokens = jnp.maximum(weight, 1.0)
             return total / tokens, jnp.ones(()), {name: value / tokens for name, value in sums.items()}
 
-        return honest(definition, even, params, batch)
+        return honest(definition, even, params, batch, **rest)
 
     return faulty
 
@@ -136,7 +136,7 @@ STEP_FAULTS = {
     ),
     "last microbatch left out": lambda m: m.setattr(
         "jaxpar.program.accumulate",
-        lambda d, f, p, b: jaxpar.step.accumulate(d, f, p, {name: array[:1] for name, array in b.items()}),
+        lambda d, f, p, b, **rest: jaxpar.step.accumulate(d, f, p, {name: a[:1] for name, a in b.items()}, **rest),
     ),
 }
 

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.config import PRESETS
-from jaxpar.plan.layout import RECOMPUTE, Layout, mesh_layout
+from jaxpar.plan.layout import SAVED_WORK, Layout, mesh_layout, recompute_share
 from jaxpar.plan.memory import (
     BFLOAT16_STATE,
     FLOAT32_STATE,
     StateBytes,
+    kept_per_token,
     microbatches_in_flight,
     state_memory,
     training_memory,
@@ -134,7 +135,8 @@ def layouts(draw, shape=EIGHT_B):
         global_batch_size=shards * microbatches * draw(sizes),
         seq_len=draw(st.sampled_from([2048, 8192])),
         microbatches=microbatches,
-        remat=draw(st.sampled_from(list(RECOMPUTE))),
+        remat=draw(st.sampled_from(["none", "dots", "selective", "offload", "full"])),
+        remat_save=tuple(draw(st.sets(st.sampled_from(list(SAVED_WORK))))),
         strategy=draw(st.sampled_from(["full", "grads", "optimizer"])),
     )
 
@@ -162,6 +164,7 @@ def test_more_sharding_or_fewer_rows_never_cost_memory(layout, factor):
 def test_remat_and_schedule_order(layout):
     kept = [memory(dataclasses.replace(layout, remat=remat)).activations for remat in ("full", "selective", "none")]
     assert kept == sorted(kept)
+    assert memory(dataclasses.replace(layout, remat="offload")).activations <= kept[1]
     if layout.pipeline > 1:
         assert memory(layout).total_bytes <= memory(dataclasses.replace(layout, schedule="gpipe")).total_bytes
 
@@ -177,3 +180,17 @@ def test_shards_of_a_mixture_of_experts_add_up(layout):
     vectors = 4 * MIXTRAL.vector_params * layout.num_devices / layout.pipeline
     matrices = 4 * (MIXTRAL.total_params - MIXTRAL.vector_params) * layout.replicas
     assert got == pytest.approx(matrices + vectors, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SAVED_WORK)
+def test_what_is_kept_costs_memory_and_saves_work(name):
+    others = tuple(other for other in SAVED_WORK if other != name)
+    mesh = {"pipeline": 1, "data": 1, "fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
+    with_it, without = (
+        mesh_layout(mesh, global_batch_size=8, seq_len=8192, remat="selective", remat_save=save)
+        for save in ((*others, name), others)
+    )
+    assert kept_per_token(EIGHT_B, with_it) > kept_per_token(EIGHT_B, without)
+    assert with_it.recompute < without.recompute
+    assert (recompute_share("selective", ()), recompute_share("selective", tuple(SAVED_WORK))) == (1.0, 0.0)
+    assert recompute_share("selective") == pytest.approx(0.5)

@@ -359,6 +359,31 @@ def test_every_optimizer_plans_with_its_own_settings_only(name):
     assert plan_of(1, f"optim.name={name}", f"optim.{own[name]}").config.optim.name == name
 
 
+# ---- recomputation
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["train.remat=offload", "runtime.cpu_devices=2", "mesh.fsdp=2"], "train.remat", "host memory"),
+        (["train.remat_save=['up','up']", "mesh.fsdp=2"], "train.remat_save", "more than once"),
+        (
+            ["model.family=gpt2", "model.max_positions=512", "train.remat_save=['gate']", "mesh.fsdp=2"],
+            "train.remat_save",
+            "gpt2 has none",
+        ),
+    ],
+)
+def test_recomputation_that_cannot_be(overrides, key, said):
+    assert said in problems_of(2, *overrides)[key]
+
+
+def test_a_list_that_nothing_reads_is_warned_about():
+    for remat, count in (("full", 1), ("selective", 0)):
+        plan = plan_of(2, "mesh.fsdp=2", f"train.remat={remat}", "train.remat_save=['up']")
+        assert sum("remat_save" in warning for warning in plan.warnings) == count
+
+
 # ---- not yet
 
 
@@ -477,3 +502,13 @@ def test_plan_is_frozen_and_keeps_the_mesh_as_written():
     assert plan.config.mesh == MeshConfig(fsdp=-1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.num_devices = 3
+
+
+def test_a_plan_is_not_told_of_fake_devices(capsys):
+    """They train; a plan has as many devices as one likes."""
+    for mesh in (["mesh.fsdp=128"], ["mesh.data=3", "mesh.fsdp=-1"]):
+        config = load_config(None, [TINY, *mesh])
+        facts = dataclasses.replace(gather_facts(config, num_devices=64), is_planned=True)
+        (remedy,) = (problem.remedy for problem in find_problems(facts) if problem.key.startswith("mesh"))
+        assert "fake" not in remedy
+        assert f"or plan for --devices {3 if len(mesh) == 2 else 128}" in remedy

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.runtime.interrupt import Interrupts, StopReason
+from jaxpar.runtime.interrupt import EndOnSigterm, Interrupts, StopReason
 from jaxpar.runtime.lock import RunLock
 
 
@@ -35,6 +35,53 @@ def test_the_first_ctrl_c_asks_and_the_second_one_stops():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert len(said) == 1
+
+
+IN_NATIVE_CODE = """
+import hashlib, sys
+from jaxpar.runtime.interrupt import EndOnSigterm, Interrupts
+with EndOnSigterm(75, "gone"):
+    if sys.argv[1] == "inside":
+        with Interrupts() as interrupts:
+            print("ready", flush=True)
+            while not interrupts.preempted:
+                pass
+        sys.exit(3)
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in which no Python handler runs
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "said"), [("outside", 75, "gone\n"), ("inside", 3, "SIGTERM: finishing this step, then saving\n")]
+)
+def test_sigterm_ends_at_once_where_no_step_runs(where, code, said):
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_NATIVE_CODE, where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == code
+        assert process.stderr.read() == said
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_sigterm_did_before_comes_back():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with EndOnSigterm(75, "gone"):
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert signal.set_wakeup_fd(-1) == -1
+    signal.raise_signal(signal.SIGTERM)
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(EndOnSigterm(75, "gone").__enter__()))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert len(ended) == 1
 
 
 def test_sigterm_asks_once_and_counts_more_than_ctrl_c():
