@@ -43,7 +43,7 @@ def describe_exchange(wanted: str, top_k: int, num_experts: int, num_devices: in
     mode = exchange_mode(wanted, top_k, num_devices)
     other = "gather" if mode == "all_to_all" else "all_to_all"
     moved, instead = (rows_moved(m, top_k, num_devices) for m in (mode, other))
-    why = "as configured" if wanted != "auto" else "which moves fewer"
+    why = "as configured" if wanted != "auto" else "which moves fewer" if moved < instead else "which moves as many"
     return (
         f"{num_experts} experts over expert={num_devices}, tokens exchanged by {mode}: {moved:.3g} rows per token and "
         f"direction ({other}: {instead:.3g}), {why}"

@@ -16,6 +16,7 @@ from jaxpar.plan import (
     support_rules,
 )
 from jaxpar.plan.facts import Facts
+from jaxpar.plan.pipeline_warnings import pipeline_warnings
 
 Rule = Callable[[Facts], Iterator[Problem]]
 """Yields what is wrong; nothing if the rule holds, or needs a fact that is not known yet."""
@@ -158,6 +159,18 @@ def find_warnings(facts: Facts) -> list[str]:
             "train.eval_every is 0",
         ),
         (
+            config.model.num_experts > config.model.top_k
+            and config.model.router == "softmax"
+            and not config.model.balance_coef
+            and not config.model.init_from,
+            "model.balance_coef = 0 leaves nothing to keep the load of the experts even: a router that is trained from "
+            'random weights can come to use few of them; 0.01 is common, or model.router="sigmoid"',
+        ),
+        (
+            config.model.balance_rate != 0.001 and config.model.router != "sigmoid",
+            f"model.balance_rate = {config.model.balance_rate} does nothing: model.router is {config.model.router!r}",
+        ),
+        (
             runtime.coordinator is not None and runtime.num_processes == 1,
             f"runtime.coordinator = {runtime.coordinator!r} does nothing: runtime.num_processes is 1",
         ),
@@ -166,4 +179,4 @@ def find_warnings(facts: Facts) -> list[str]:
             "checkpoint.every = 0 with checkpoint.final = false: this run writes no checkpoint at all",
         ),
     )
-    return [text for applies, text in cases if applies]
+    return [text for applies, text in cases if applies] + list(pipeline_warnings(facts))

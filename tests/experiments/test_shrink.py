@@ -69,6 +69,18 @@ def test_legal_small_and_of_the_same_structure(config):
     assert small.pipeline == config.pipeline
 
 
+@pytest.mark.parametrize(("groups", "chosen", "top_k"), [(8, 4, 8), (8, 8, 2), (2, 1, 1)])
+def test_groups_of_experts_stay_groups_and_the_exchange_that_of_the_large_mesh(groups, chosen, top_k):
+    options = ["model.router=sigmoid", f"model.num_expert_groups={groups}", f"model.top_k_groups={chosen}"]
+    config = load_config(None, ["model.preset=qwen3-30b-a3b", "mesh.expert=4", f"model.top_k={top_k}", *options])
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=8))
+    shrunk = shrink(gather_facts(config)).config
+    assert find_problems(gather_facts(shrunk), LAYOUT_RULES) == []
+    assert shrunk.model.num_expert_groups == 2
+    assert (shrunk.model.router, shrunk.mesh.expert) == ("sigmoid", 4)
+    assert shrunk.mesh.expert_exchange == ("gather" if top_k == 8 else "all_to_all")
+
+
 def test_settings_that_are_no_sizes_stay():
     given_ = [
         "model.preset=qwen3-8b", "mesh.fsdp=-1", "mesh.fsdp_strategy=optimizer", "optim.name=muon",

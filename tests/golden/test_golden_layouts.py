@@ -39,6 +39,11 @@ MODELS = {
     "gemma-7b fsdp4 tensor2": ("model.preset=gemma-7b", "mesh.fsdp=4", "mesh.tensor=2"),
     "gpt2-124m fsdp4 tensor2": ("model.preset=gpt2-124m", "mesh.fsdp=4", "mesh.tensor=2"),
     "qwen3-8b data2 fsdp2 tensor2": ("model.preset=qwen3-8b", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+    "mixtral-8x7b fsdp4 expert2": ("model.preset=mixtral-8x7b", "mesh.fsdp=4", "mesh.expert=2"),
+    "qwen3-30b-a3b expert4 tensor2": (
+        *("model.preset=qwen3-30b-a3b", "mesh.expert=4", "mesh.tensor=2"),
+        *("model.router=sigmoid", "model.num_shared_experts=1", "model.first_dense_layers=1"),
+    ),
 }
 """Public models on meshes of interest: name -> overrides."""
 

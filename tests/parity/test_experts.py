@@ -23,6 +23,8 @@ SIGMOID = SOFTMAX | {
 }
 LIMITED = SOFTMAX | {"capacity_factor": 0.75, "norm_topk": False}
 
+MODELS = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "limited": LIMITED}
+
 MESHES = [
     {"expert": 2},
     {"expert": 4},
@@ -35,26 +37,26 @@ MESHES = [
     {"expert": 2, "context": 2, "tensor": 2},
 ]
 FULL = [
-    *((mesh, SOFTMAX, 1, "full") for mesh in MESHES),
-    *((mesh, SIGMOID, 2, "full") for mesh in MESHES),
-    ({"fsdp": 4, "tensor": 2}, SIGMOID, 1, "full"),
-    ({"fsdp": 2, "expert": 2, "tensor": 2}, SOFTMAX, 4, "none"),
-    ({"data": 2, "expert": 4}, LIMITED, 2, "full"),
-    ({"fsdp": 2, "expert": 2, "tensor": 2}, LIMITED, 1, "full"),
-    ({"fsdp": 2, "expert": 4, "expert_exchange": "gather"}, SOFTMAX, 1, "full"),
-    ({"expert": 2, "tensor": 2, "expert_exchange": "gather"}, SIGMOID, 1, "none"),
-    ({"data": 2, "expert": 4, "expert_receive_factor": 4.0}, SOFTMAX, 1, "full"),
+    *((mesh, "softmax", 1, "full") for mesh in MESHES),
+    *((mesh, "sigmoid", 2, "full") for mesh in MESHES),
+    ({"fsdp": 4, "tensor": 2}, "sigmoid", 2, "full"),
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, "softmax", 4, "none"),
+    ({"data": 2, "expert": 4}, "limited", 1, "full"),
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, "limited", 1, "full"),
+    ({"fsdp": 2, "expert": 4, "expert_exchange": "gather"}, "softmax", 1, "full"),
+    ({"expert": 2, "tensor": 2, "expert_exchange": "gather"}, "sigmoid", 2, "full"),
+    ({"data": 2, "expert": 4, "expert_receive_factor": 4.0}, "softmax", 1, "full"),
 ]
 
 
-def check(mesh: dict, model: dict, microbatches: int, remat: str) -> None:
-    options = {"microbatches": microbatches, "remat": remat, "global_batch_size": 8 * microbatches}
-    config = parity_config(mesh, model=dict(model_key(model)), train=options)
-    expected = single_device(model_key(model), microbatches, remat, 8 * microbatches)
-    assert_same(train(build(config)), expected)
+def check(mesh: dict, name: str, microbatches: int, remat: str) -> None:
+    model, rows = model_key(MODELS[name]), 8 * microbatches
+    options = {"microbatches": microbatches, "remat": remat, "global_batch_size": rows}
+    config = parity_config(mesh, model=dict(model), train=options)
+    assert_same(train(build(config)), single_device(model, microbatches, remat, rows))
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("mesh", "model", "microbatches", "remat"), FULL, ids=str)
-def test_every_mesh_equals_one_device(mesh, model, microbatches, remat):
-    check(mesh, model, microbatches, remat)
+@pytest.mark.parametrize(("mesh", "name", "microbatches", "remat"), FULL, ids=str)
+def test_every_mesh_equals_one_device(mesh, name, microbatches, remat):
+    check(mesh, name, microbatches, remat)
