@@ -85,7 +85,7 @@ def hf_params(
             tensors,
             hf_keymap(model, tensors.types),
             flatten_dict(definition.abstract_on(mesh)),
-            unpadded={"vocab": model.vocab_size},
+            unpadded={"vocab": model.vocab_size, "layer": model.num_layers},
             dtype=dtype,
             ignored=hf_ignored(model),
         )

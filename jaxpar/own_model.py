@@ -191,6 +191,17 @@ def _checked_definition(own: OwnModel, mesh: Mesh) -> ModelDefinition:
     used = {
         axis for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)) for e in spec for axis in axes_of(e)
     }
+    if mesh.shape["pipeline"] > 1:
+        raise ConfigError(
+            [
+                Problem(
+                    key="mesh.pipeline",
+                    value=mesh.shape["pipeline"],
+                    message="stages are cut from jaxpar's own decoder; a module of your own has none",
+                    remedy="set mesh.pipeline=1; data, fsdp and tensor axes work",
+                )
+            ]
+        )
     if mesh.shape["tensor"] > 1 and "tensor" not in used:
         raise ConfigError(
             [

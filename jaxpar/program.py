@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.compiler_options import CompilerOptions, choose_options
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
+from jaxpar.families import FAMILIES
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder
@@ -50,13 +51,14 @@ def decoder_definition(
     exchange: Exchange | None = None,
     attention: str = "xla",
     dropout: float = 0.0,
+    layer_multiple: int = 1,
 ) -> ModelDefinition:
     """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
 
     def make_decoder(rngs: nnx.Rngs) -> Decoder:
         return Decoder(model, precision, remat, rngs, context_mode, exchange, attention, dropout)
 
-    return ModelDefinition(make_decoder)
+    return ModelDefinition(make_decoder, layer_multiple=layer_multiple)
 
 
 def accelerator_of(device: jax.Device) -> Accelerator:
@@ -101,8 +103,17 @@ class Program:
             platform=mesh.devices.flat[0].platform,
         )
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
-        remat = KEEP_NAMED if plan.mesh["pipeline"] > 1 else Remat.of(config.train)
-        options = (remat, config.mesh.context_mode, exchange, chosen.kernel, config.train.dropout)
+        # Families with biases do: JAX 0.12 cannot keep their products inside a pipeline (shapes that "must match").
+        inner = Remat(mode="full") if FAMILIES[config.model.family].linear_bias else KEEP_NAMED
+        remat = inner if plan.mesh["pipeline"] > 1 else Remat.of(config.train)
+        options = (
+            remat,
+            config.mesh.context_mode,
+            exchange,
+            chosen.kernel,
+            config.train.dropout,
+            plan.mesh["pipeline"],
+        )
         definition = decoder_definition(config.model, config.precision, *options)
         return cls(
             plan=plan,

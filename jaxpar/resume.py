@@ -113,20 +113,26 @@ def _problem(value: str, message: str, remedy: str) -> ConfigError:
 
 
 def stored_shapes(program: Program, sections: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """Shapes on disk of the leaves whose vocabulary is padded in memory: parameters, and moments that mirror them."""
-    vocab_size = program.true_vocab_size
+    """Shapes on disk of the leaves that are padded in memory: parameters, and moments that mirror them.
+
+    The vocabulary is, and the layers are where the stages of a pipeline do not divide them.
+    """
+    vocab_size, num_layers = program.true_vocab_size, program.config.model.num_layers
     if vocab_size is None:
         return {}
-    vocab_dims = {
-        path: [dim for dim, axis in enumerate(axes) if axis == "vocab"]
+    true_sizes = {"vocab": vocab_size}
+    if num_layers % program.plan.mesh["pipeline"]:
+        true_sizes["layers"] = num_layers
+    padded_dims = {
+        path: {dim: true_sizes[axis] for dim, axis in enumerate(axes) if axis in true_sizes}
         for path, axes in program.definition.axes_by_path.items()
     }
     shapes = {}
     for section, tree in sections.items():
         for path, leaf in leaves_by_path(tree, section).items():
-            if dims := of_its_param(path, vocab_dims):
+            if true := of_its_param(path, padded_dims):
                 # A mean over the vocabulary keeps the dim, with size 1.
-                shape = tuple(vocab_size if dim in dims and size > 1 else size for dim, size in enumerate(leaf.shape))
+                shape = tuple(true[dim] if dim in true and size > 1 else size for dim, size in enumerate(leaf.shape))
                 shapes[path_string(section, path)] = shape
     return shapes
 

@@ -48,9 +48,11 @@ class StagedDecoder:
             num_microbatches=config.train.microbatches,
             num_chunks=config.pipeline.chunks,
         )
-        num_layers = config.model.num_layers
-        split = split_layers(num_layers, num_stages=num_stages, num_chunks=config.pipeline.chunks)
-        return cls(definition, config, schedule, Placement(split, num_layers))
+        num_layers, options = config.model.num_layers, config.pipeline
+        split = split_layers(
+            num_layers, num_stages=num_stages, num_chunks=options.chunks, layers_per_stage=options.layers_per_stage
+        )
+        return cls(definition, config, schedule, Placement(split, num_layers + -num_layers % num_stages))
 
     def accumulate(self, params: dict, batch: Batch) -> tuple[dict, Metrics]:
         """As ``jaxpar.step.accumulate``: gradients of the mean loss over all tokens, and the means themselves."""

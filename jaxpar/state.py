@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -45,14 +46,39 @@ class ModelDefinition:
     Every ``nnx.Param`` of the module carries ``logical_axes``: ``nnx.Param(value, logical_axes=("embed", "mlp"))``.
     """
 
-    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
-        self._make = make
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], *, layer_multiple: int = 1):
+        """A module as data.
+
+        Args:
+            make: Creates the module.
+            layer_multiple: Dims of the logical axis ``layers`` are padded at the end with layers of zeros to a multiple
+                of it, so that the stages of a pipeline divide them. Padding is never trained and never saved.
+        """
+        self._make, self._layer_multiple = make, layer_multiple
         self._graph, self._state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
     @property
     def abstract_params(self) -> dict:
         """Nested dict of ShapeDtypeStructs, without shardings."""
-        return nnx.to_pure_dict(self._state)
+
+        def padded(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+            shape = [size + more for size, (_, more) in zip(leaf.shape, self._padding(leaf.shape, axes), strict=True)]
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+        return jax.tree.map(padded, nnx.to_pure_dict(self._state), self.logical_axes)
+
+    def without_padding(self, params: dict) -> dict:
+        """Arrays of ``params``, on the host, without the padded layers."""
+
+        def cut(leaf: np.ndarray, true: jax.ShapeDtypeStruct) -> np.ndarray:
+            return leaf[tuple(slice(size) for size in true.shape)]
+
+        return jax.tree.map(cut, params, nnx.to_pure_dict(self._state))
+
+    def _padding(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[int, int]]:
+        """Zeros before and after each dim."""
+        multiple = self._layer_multiple
+        return [(0, -size % multiple if axis == "layers" else 0) for size, axis in zip(shape, axes, strict=True)]
 
     @property
     def num_params(self) -> int:
@@ -117,7 +143,10 @@ class ModelDefinition:
         """
 
         def values(key: jax.Array) -> dict:
-            return nnx.to_pure_dict(nnx.state(self._make(nnx.Rngs(key))))
+            params = nnx.to_pure_dict(nnx.state(self._make(nnx.Rngs(key))))
+            if self._layer_multiple == 1:
+                return params
+            return jax.tree.map(lambda a, axes: jnp.pad(a, self._padding(a.shape, axes)), params, self.logical_axes)
 
         return jax.sharding.auto_axes(values, axes=mesh.axis_names, out_sharding=self.specs(mesh))(key)
 

@@ -75,7 +75,7 @@ class Key:
     optional: bool
     """Whether absence (None) is a value."""
     choices: tuple[str, ...]
-    """All accepted values if there is a fixed list, else empty."""
+    """Accepted words, for keys that accept a fixed list of them, and perhaps numbers or lists besides."""
     takes_text: bool
     """Whether strings are all that it accepts, so that quotes may be left out on the command line."""
     table: type | None
@@ -109,6 +109,8 @@ def describe_type(annotation: object, metadata: Iterable[object] = ()) -> str:
         return "one of " + ", ".join(f'"{choice}"' for choice in typing.get_args(annotation))
     if _is_optional(annotation):
         return describe_type(_without_none(annotation), constraints)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return ", or ".join(describe_type(choice) for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         item, _ = typing.get_args(annotation)
         if typing.get_origin(item) is typing.Literal:
@@ -143,6 +145,13 @@ def _without_none(annotation: object) -> object:
     return inner
 
 
+def _choices(annotation: object) -> tuple[str, ...]:
+    """The words that an annotation accepts, alone or besides something else."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(word for choice in typing.get_args(annotation) for word in _choices(choice))
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
 def _read_keys(prefix: str, schema: type) -> Iterable[Key]:
     for field_name, field in schema.__pydantic_fields__.items():
         inner = _without_none(field.annotation)
@@ -154,7 +163,7 @@ def _read_keys(prefix: str, schema: type) -> Iterable[Key]:
             default=field.default,
             doc=" ".join((field.description or "").split()),
             optional=_is_optional(field.annotation),
-            choices=typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else (),
+            choices=_choices(inner),
             takes_text=inner is str or typing.get_origin(inner) is typing.Literal,
             table=inner if is_table else None,
         )

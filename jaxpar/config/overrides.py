@@ -97,6 +97,8 @@ def parse_value(key: str, text: str) -> object:
     is_value = tree.keys() == {"value"}
     if spec is not None and spec.takes_text and not (is_value and isinstance(tree["value"], str)):
         return NO_VALUE if text[0] in "\"'" else text
+    if spec is not None and text in spec.choices:
+        return text
     return tree["value"] if is_value else NO_VALUE
 
 

@@ -176,6 +176,10 @@ class PipelineConfig:
     """Order of forward and backward microbatches; `jaxpar schedule` draws each. It never changes a result."""
     chunks: Positive = 1
     """Chunks of layers per stage; only interleaved and breadth_first have more than 1, and they need at least 2."""
+    layers_per_stage: Literal["even", "balanced"] | tuple[Positive, ...] = "even"
+    """even: the same number on every stage, or an error. balanced: the first stages have one layer more. A list: the
+    layers of each stage, with chunks those of chunk 0 on every stage, then of chunk 1, and so on. All stages take as
+    long as the largest one. Checkpoints do not know it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

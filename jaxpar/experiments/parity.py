@@ -72,7 +72,8 @@ def run_steps(program: Program, *, num_steps: int) -> Trace:
     """Some steps of ``program.lower_train_step``, from its own initialisation, on ``packed_batch`` of each step."""
     program = dataclasses.replace(program, optimizer=recording(program.optimizer))
     state = program.init(program.config.run.seed)
-    init = jax.device_get(state.params)
+    whole = program.definition.without_padding
+    init = whole(jax.device_get(state.params))
     compiled = program.lower_train_step().compile()
     losses, norms, grads = [], [], None
     for seed in range(num_steps):
@@ -82,8 +83,9 @@ def run_steps(program: Program, *, num_steps: int) -> Trace:
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
         if grads is None:
-            grads = _unclipped(jax.device_get(state.optimizer.grads), norms[0], program.config.optim.clip_norm)
-    return Trace(losses=losses, grad_norms=norms, init=init, grads=grads, params=jax.device_get(state.params))
+            grads = whole(jax.device_get(state.optimizer.grads))
+            grads = _unclipped(grads, norms[0], program.config.optim.clip_norm)
+    return Trace(losses=losses, grad_norms=norms, init=init, grads=grads, params=whole(jax.device_get(state.params)))
 
 
 def _unclipped(grads: dict, norm: float, clip_norm: float) -> dict:

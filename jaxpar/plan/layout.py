@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.facts import Facts
+from jaxpar.schedule import split_layers
 
 Precision = Literal["float32", "bfloat16", "float8", "float8_row", "mxfloat8", "float4"]
 """Type of the matrix products; the float8 and float4 recipes differ in how values are scaled."""
@@ -70,6 +71,8 @@ class Layout:
     pipeline: int = 1
     chunks: int = 1
     """Chunks of layers per stage (interleaved schedule)."""
+    places: int = 0
+    """Layers of the largest stage, for which the others wait; 0: all stages have the same number."""
     schedule: str = "1f1b"
     remat: Remat = "full"
     recompute: float = 1.0
@@ -114,6 +117,10 @@ class Layout:
         idle = self.pipeline - 1
         return idle / (self.chunks * self.microbatches + idle)
 
+    def stage_layers(self, num_layers: int) -> float:
+        """Layers that a stage has to run."""
+        return self.places or num_layers / self.pipeline
+
     @property
     def mesh(self) -> dict[str, int]:
         """Devices per axis, outermost first."""
@@ -138,6 +145,7 @@ def mesh_layout(
     strategy: Strategy = "full",
     schedule: str = "1f1b",
     chunks: int = 1,
+    places: int = 0,
     precision: Precision = "bfloat16",
     remat_save: tuple[str, ...] = DEFAULT_SAVE,
     context_mode: str = "auto",
@@ -158,6 +166,7 @@ def mesh_layout(
         expert=mesh["expert"],
         pipeline=mesh["pipeline"],
         chunks=chunks,
+        places=places,
         schedule=schedule,
         remat=remat,
         recompute=recompute_share(remat, remat_save) + (STAGE_RECOMPUTE if mesh["pipeline"] > 1 else 0.0),
@@ -178,7 +187,22 @@ def layout_of(facts: Facts) -> Layout:
         strategy=config.mesh.fsdp_strategy,
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
+        places=_places(facts),
         precision=config.precision.compute,
         remat_save=config.train.remat_save,
         context_mode=config.mesh.context_mode,
     )
+
+
+def _places(facts: Facts) -> int:
+    """Layers of the largest stage, where they are shared out unevenly."""
+    pipeline, num_stages = facts.config.pipeline, facts.mesh["pipeline"]
+    if pipeline.layers_per_stage == "even" or num_stages == 1:
+        return 0
+    split = split_layers(
+        facts.model.num_layers,
+        num_stages=num_stages,
+        num_chunks=pipeline.chunks,
+        layers_per_stage=pipeline.layers_per_stage,
+    )
+    return split.max_layers * pipeline.chunks

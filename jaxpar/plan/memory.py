@@ -234,7 +234,7 @@ def _whole_gradients(matrices: float, layout: Layout, per_param: StateBytes) -> 
 
 def _kept_activations(shape: ModelShape, layout: Layout) -> float:
     """Bytes that wait for the backward pass: of all blocks, or of one chunk and the inputs of those in flight."""
-    blocks = shape.num_layers / layout.pipeline
+    blocks = layout.stage_layers(shape.num_layers)
     kept = layout.tokens * kept_per_token(shape, layout)
     if layout.remat == "offload":
         # On the host but for the block at work and the one on its way.

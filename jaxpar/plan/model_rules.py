@@ -12,6 +12,7 @@ from jaxpar.families import FAMILIES
 from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.facts import EMBED_AXES, Facts
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size, param_kinds
+from jaxpar.schedule import split_layers
 from jaxpar.schedule.kinds import CHUNKED_KINDS
 
 _MAX_AXIS = 4096
@@ -104,15 +105,42 @@ def vocabulary_holds_tokenizer(facts: Facts) -> Iterator[Problem]:
 
 
 def layers_divide_stages(facts: Facts) -> Iterator[Problem]:
-    """Every pipeline stage has the same number of layers; none is floored away."""
-    num_stages, num_layers = facts.mesh.get("pipeline", 1), facts.model.num_layers
-    if num_layers % num_stages:
+    """Every pipeline stage has the same number of layers, or the numbers are given; none is floored away."""
+    num_stages, num_layers, pipeline = facts.mesh.get("pipeline", 1), facts.model.num_layers, facts.config.pipeline
+    given = pipeline.layers_per_stage
+    if given != "even":
+        yield from _uneven_layers(facts, num_stages)
+    elif num_layers % num_stages:
         yield Problem(
             key="model.num_layers",
             value=num_layers,
             message=f"{num_layers} layers do not divide by {num_stages} pipeline stages "
             f"(remainder {num_layers % num_stages})",
-            remedy=f"use a mesh.pipeline of {_divisors(num_layers)}",
+            remedy=f'use a mesh.pipeline of {_divisors(num_layers)}, or pipeline.layers_per_stage="balanced"',
+        )
+
+
+def _uneven_layers(facts: Facts, num_stages: int) -> Iterator[Problem]:
+    """The split that was asked for exists."""
+    given, chunks = facts.config.pipeline.layers_per_stage, facts.config.pipeline.chunks
+    if num_stages == 1:
+        if given != "balanced":
+            yield Problem(
+                key="pipeline.layers_per_stage",
+                value=list(given),
+                message="there is one stage (mesh.pipeline = 1), which has all layers",
+                remedy="remove it, or set mesh.pipeline",
+            )
+        return
+    try:
+        split_layers(facts.model.num_layers, num_stages=num_stages, num_chunks=chunks, layers_per_stage=given)
+    except ValueError as error:
+        yield Problem(
+            key="pipeline.layers_per_stage",
+            value=given if isinstance(given, str) else list(given),
+            message=str(error),
+            remedy="give a number of layers for each stage (with chunks: stages x chunks numbers); together they are "
+            "model.num_layers",
         )
 
 
@@ -135,12 +163,13 @@ def chunks_need_interleaving(facts: Facts) -> Iterator[Problem]:
             message=f"the {pipeline.schedule} schedule needs at least 2 chunks per stage",
             remedy='e.g. pipeline.chunks=2, or pipeline.schedule="1f1b"',
         )
-    elif has_chunks and facts.model.num_layers % (num_stages * pipeline.chunks):
+    elif has_chunks and pipeline.layers_per_stage == "even" and facts.model.num_layers % (num_stages * pipeline.chunks):
         yield Problem(
             key="pipeline.chunks",
             value=pipeline.chunks,
             message=f"{facts.model.num_layers} layers do not divide by {num_stages} stages x {pipeline.chunks} chunks",
-            remedy=f"stages x chunks must be one of {_divisors(facts.model.num_layers)}",
+            remedy=f"stages x chunks must be one of {_divisors(facts.model.num_layers)}, or set "
+            'pipeline.layers_per_stage="balanced"',
         )
 
 
@@ -161,7 +190,7 @@ def microbatches_fill_stages(facts: Facts) -> Iterator[Problem]:
 def stages_repeat_their_forward_pass(facts: Facts) -> Iterator[Problem]:
     """A stage keeps only its inputs, so that its memory does not grow with the microbatches."""
     num_stages, remat = facts.mesh.get("pipeline", 1), facts.config.train.remat
-    if num_stages > 1 and remat == "none":
+    if num_stages > 1 and remat != "full":
         yield Problem(
             key="train.remat",
             value=remat,

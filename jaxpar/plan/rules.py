@@ -16,6 +16,7 @@ from jaxpar.plan import (
     support_rules,
 )
 from jaxpar.plan.facts import Facts
+from jaxpar.plan.pipeline_warnings import pipeline_warnings
 
 Rule = Callable[[Facts], Iterator[Problem]]
 """Yields what is wrong; nothing if the rule holds, or needs a fact that is not known yet."""
@@ -178,4 +179,4 @@ def find_warnings(facts: Facts) -> list[str]:
             "checkpoint.every = 0 with checkpoint.final = false: this run writes no checkpoint at all",
         ),
     )
-    return [text for applies, text in cases if applies]
+    return [text for applies, text in cases if applies] + list(pipeline_warnings(facts))

@@ -68,7 +68,7 @@ def step_time(
     if share is None:
         share = closest_share(cluster.gpu.name, layout.precision)
     block = block_time(shape, layout, cluster.gpu, share, constants)
-    blocks = shape.num_layers / layout.pipeline
+    blocks = layout.stage_layers(shape.num_layers)
     head = head_time(shape, layout, cluster.gpu, constants)
     again, m = layout.recompute, layout.microbatches
     computed = block.forward_s + block.backward_s(again)

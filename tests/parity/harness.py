@@ -82,7 +82,8 @@ def train(program: Program, num_steps: int = 3, params: dict | None = None) -> O
         return (*update(config, program.optimizer, state, grads, metrics), grads)
 
     state = program.init(config.run.seed) if params is None else program.start_from(params)
-    init = jax.device_get(state.params)
+    on_host = lambda tree: program.definition.without_padding(jax.device_get(tree))  # noqa: E731
+    init = on_host(state.params)
     losses, norms, grads = [], [], None
     with jax.set_mesh(program.mesh):
         compiled = jax.jit(step).lower(state, placed(program, random_batch(config))).compile()
@@ -90,9 +91,9 @@ def train(program: Program, num_steps: int = 3, params: dict | None = None) -> O
             state, metrics, step_grads = compiled(state, placed(program, random_batch(config, seed=index)))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
-            grads = jax.device_get(step_grads) if grads is None else grads
+            grads = on_host(step_grads) if grads is None else grads
             assert_replicas_equal(state)
-    return Outcome(losses=losses, grad_norms=norms, grads=grads, init=init, params=jax.device_get(state.params))
+    return Outcome(losses=losses, grad_norms=norms, grads=grads, init=init, params=on_host(state.params))
 
 
 @functools.cache

@@ -26,6 +26,9 @@ INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 FSDP_TENSOR = {"pipeline": 2, "fsdp": 2, "tensor": 2}
 TIED = {"num_layers": 4, "family": "llama", "tie_embeddings": True}
 
+UNEVEN = {"num_layers": 5}
+GPT2 = {"family": "gpt2", "tie_embeddings": True, "num_kv_heads": 8, "max_positions": 16, "num_layers": 3}
+
 QUICK = {
     "interleaved, tied, with fsdp and tensor": (FSDP_TENSOR, TIED, INTERLEAVED, 2),
     "1f1b with data": ({"pipeline": 2, "data": 2}, {"family": "qwen2"}, {}, 2),
@@ -44,6 +47,16 @@ FULL = {
     "4 chunks": ({"pipeline": 2, "fsdp": 2}, EIGHT, {"schedule": "interleaved", "chunks": 4}, 4),
     "interleaved, 8 microbatches": ({"pipeline": 4, "data": 2}, EIGHT, INTERLEAVED, 8),
     "breadth first": ({"pipeline": 2, "tensor": 2}, FOUR, {"schedule": "breadth_first", "chunks": 2}, 4),
+    "uneven, balanced": ({"pipeline": 4, "fsdp": 2}, UNEVEN, {"layers_per_stage": "balanced"}, 4),
+    "uneven, by hand": ({"pipeline": 2, "tensor": 2}, UNEVEN, {"layers_per_stage": [2, 3]}, 4),
+    "uneven, interleaved": (
+        {"pipeline": 2, "data": 2},
+        UNEVEN,
+        {**INTERLEAVED, "layers_per_stage": "balanced"},
+        4,
+    ),
+    "biases, uneven": ({"pipeline": 2, "fsdp": 2}, GPT2, {"layers_per_stage": "balanced"}, 2),
+    "gemma": ({"pipeline": 2, "tensor": 2}, {"family": "gemma", "num_layers": 4, "tie_embeddings": True}, {}, 2),
     "tied": ({"pipeline": 4, "tensor": 2}, TIED, {}, 4),
 }
 
