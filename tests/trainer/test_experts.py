@@ -14,7 +14,7 @@ from jaxpar.checkpoint.unpad import leading_box
 from jaxpar.config.schema import MeshConfig
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
-from jaxpar.trainer import ROUTER_METRICS
+from jaxpar.trainer import ROUTER_METRICS, RunFailed
 from tests.parity.test_experts import SIGMOID
 from tests.trainer.runs import column, run, saved_arrays, tiny
 
@@ -49,3 +49,10 @@ def test_routers_are_reported_and_every_expert_size_restores_the_same_bits(tmp_p
                     assert np.array_equal(np.asarray(leading_box(array, shapes.get(name, array.shape))), saved[name])
                     found += 1
         assert found == len(saved)
+
+
+@pytest.mark.proof
+def test_rows_without_room_end_the_run(tmp_path):
+    sections = {"model": SIGMOID, "train": {"steps": STEPS, "microbatches": 1, "global_batch_size": 8}}
+    with pytest.raises(RunFailed, match=r"found no room.*expert_receive_factor = 0.5.*there is no checkpoint"):
+        run(tmp_path / "run", mesh={**MESH, "expert_receive_factor": 0.5}, **sections)
