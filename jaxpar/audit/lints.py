@@ -57,8 +57,9 @@ def weight_sized_all_reduces(
 def gathers_of_stacked_weights(report: ProgramReport, *, num_layers: int, min_bytes: int = 0) -> tuple[Finding, ...]:
     """All-gathers of a whole ``[L, ...]`` stack, which undo the memory saving of sharded weights.
 
-    The stack is recognised by a dim of ``num_layers`` in an array of rank 3 or more (the compiler may move the dim), so
-    audit a program in which no activation has a dim of that size.
+    The stack is recognised by a dim of ``num_layers`` in an array of rank 3 or more (the compiler may move the dim) and
+    of at least ``min_bytes``: the smallest stack, since heads or rows can be as many as layers. A gather may combine
+    several arrays; one of them must be both.
     """
     return tuple(
         Finding(
@@ -68,7 +69,7 @@ def gathers_of_stacked_weights(report: ProgramReport, *, num_layers: int, min_by
             found,
         )
         for found in report.select("all-gather", min_bytes=min_bytes)
-        if any(len(array.dims) >= 3 and num_layers in array.dims for array in found.arrays)
+        if any(len(array.dims) >= 3 and num_layers in array.dims and array.bytes >= min_bytes for array in found.arrays)
     )
 
 

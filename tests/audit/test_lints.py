@@ -1,5 +1,6 @@
 """Each lint finds its fault in a program that has it."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.audit import (
+    ArrayType,
     audit,
     gathers_of_stacked_weights,
     gathers_outside_loops,
@@ -65,6 +67,17 @@ def test_gather_of_the_whole_stack_is_found():
     (outside,) = gathers_outside_loops(report, max_bytes=WEIGHT_BYTES)
     assert outside.collective == stacked.collective
     assert gathers_outside_loops(report, max_bytes=LAYERS * WEIGHT_BYTES) == ()
+
+
+def test_one_array_of_a_combined_gather_must_be_the_stack():
+    """As many heads as layers in one array, and enough bytes in another, are no stack."""
+    mesh = make_mesh(AxisType.Auto, fsdp=8)
+    report = compile_step(constrained_loss(mesh, hoisted=True), mesh, P(None, "fsdp"), P("fsdp"))
+    (found,) = report.select("all-gather", min_bytes=LAYERS * WEIGHT_BYTES)
+    projection, mlp = ArrayType("f32", (32, LAYERS, 4)), ArrayType("f32", (32, 32 * LAYERS))
+    combined = dataclasses.replace(report, collectives=(dataclasses.replace(found, arrays=(projection, mlp)),))
+    assert gathers_of_stacked_weights(combined, num_layers=LAYERS, min_bytes=LAYERS * WEIGHT_BYTES) == ()
+    assert gathers_of_stacked_weights(report, num_layers=LAYERS, min_bytes=LAYERS * WEIGHT_BYTES)
 
 
 def test_gather_per_layer_is_clean():

@@ -30,6 +30,7 @@ EXPOSED = {
     # gathers and gradients of weights can come between, and a small block has few.
     # Options that hide it leave the once-per-step all-reduces over data and the head's reduce-scatter exposed instead.
     "8b hybrid 2x8": {("all-gather", "fsdp", "backward")},
+    "1b hybrid 2x8": {("all-gather", "fsdp", "backward")},
     "8b fsdp4 tensor2": {("reduce-scatter", "tensor", "backward")},
     "1b fsdp4 tensor2": {
         ("all-gather", "tensor", "forward"),
@@ -38,6 +39,9 @@ EXPOSED = {
     },
 }
 """In-loop collectives of 1 MiB or more that nothing hides: (op, axis, loop)."""
+
+HIDDEN = {"8b fsdp8": 0.97, "8b fsdp64": 0.97, "1b fsdp8": 0.97, "1b fsdp64": 0.97, "1b fsdp4 tensor2": 0.8}
+"""Share of the bytes that something hides, at least; of the others 0.9."""
 
 FURTHER_OFF = {"8b fsdp64": 0.06, "1b fsdp64": 0.18, "1b hybrid 2x8": 0.09}
 """Programs whose peak the arithmetic misses by more than 5%, and by at most how much: with so little state per device,
@@ -73,7 +77,7 @@ def test_collectives_in_loops_are_hidden(program):
         if not (row["async"] and row["overlapped"])
     }
     assert exposed == EXPOSED.get(name, set())
-    assert compiled["hidden_share"] > (0.97 if name in ("8b fsdp8", "8b fsdp64", "1b fsdp8", "1b fsdp64") else 0.9)
+    assert compiled["hidden_share"] > HIDDEN.get(name, 0.9)
 
 
 def test_types_on_the_wire(program):

@@ -10,7 +10,7 @@ from jax.sharding import reshard
 import jaxpar.loss
 import jaxpar.model.decoder
 import jaxpar.model.ring as ring
-import jaxpar.step
+import jaxpar.strategy
 from tests.model import test_ring
 from tests.mutants.test_mutants import Lax, scaled_where_partial
 from tests.parity.harness import assert_same, build, model_key, single_device, train
@@ -106,7 +106,7 @@ STEP_FAULTS = {
         jaxpar.loss, "lax", Lax(psum=lambda x, axes: lax.psum(x, axes) / (4.0 if "context" in axes else 1.0))
     ),
     "gradients of norm scales not summed over context": lambda m: m.setattr(
-        jaxpar.step, "finish_reduction", scaled_where_partial(1 / 4)
+        jaxpar.strategy, "finish_reduction", scaled_where_partial(1 / 4)
     ),
 }
 

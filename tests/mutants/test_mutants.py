@@ -21,6 +21,7 @@ import jaxpar.model.attention
 import jaxpar.model.decoder
 import jaxpar.model.layers
 import jaxpar.step
+import jaxpar.strategy
 from tests.parity import test_hf
 from tests.parity.harness import assert_same, build, model_key, parity_config, single_device, train
 from tests.parity.test_meshes import GPT2
@@ -89,10 +90,10 @@ LAYOUT_FAULTS = {
         Lax(dynamic_slice_in_dim=lambda x, start, *args, **kwargs: lax.dynamic_slice_in_dim(x, 0, *args, **kwargs)),
     ),
     "gradients doubled where they were partial sums": lambda m: m.setattr(
-        jaxpar.step, "finish_reduction", scaled_where_partial(2.0)
+        jaxpar.strategy, "finish_reduction", scaled_where_partial(2.0)
     ),
     "gradients divided by the number of data replicas": lambda m: m.setattr(
-        jaxpar.step, "finish_reduction", scaled_where_partial(0.5)
+        jaxpar.strategy, "finish_reduction", scaled_where_partial(0.5)
     ),
     "reduce-scatters in a block count twice": lambda m: m.setattr(
         jaxpar.collectives, "lax", Lax(psum_scatter=scatter_counting_twice)

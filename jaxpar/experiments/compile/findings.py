@@ -79,13 +79,10 @@ def _weight_lints(program: Program, report: ProgramReport, target: Target) -> li
     num_layers = layers_per_loop(program)
     stack = num_layers * min(sizes) // mesh.shape["tensor"]
     table = program.plan.padded_vocab_size * config.model.embed_dim * compute
-    # A dim of the right size is not enough: heads or rows can be as many as layers.
     gathers = [
-        found
-        for found in gathers_of_stacked_weights(report, num_layers=num_layers, min_bytes=stack)
-        if max(array.bytes for array in found.collective.arrays) >= stack
+        *gathers_of_stacked_weights(report, num_layers=num_layers, min_bytes=stack),
+        *gathers_outside_loops(report, max_bytes=table),
     ]
-    gathers += gathers_outside_loops(report, max_bytes=table)
     return [
         *(found for found in gathers if set(found.collective.axes or GATHER_AXES) & set(GATHER_AXES)),
         *weight_sized_all_reduces(report, weight_bytes=min(sizes)),
