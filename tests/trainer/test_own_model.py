@@ -121,7 +121,7 @@ def trainer(directory, axes=("embed", "mlp"), rows=None, param=nnx.Param, mesh=N
         ({"mesh": {"context": 8}}, r"mesh.context = 8: axis context splits what jaxpar's own decoder has"),
         (
             {"train": {"remat": "selective"}},
-            r"train.remat = selective: keeps activations that jaxpar's own decoder names",
+            r"train.remat = 'selective': keeps activations that jaxpar's own decoder names",
         ),
         ({"model": {"embed_dim": 8}}, r"model.embed_dim = 8: does nothing"),
         ({"data": {"last_batch": "pad"}}, r"data.last_batch = 'pad': rows of your own have no weight"),
