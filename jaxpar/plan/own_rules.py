@@ -48,6 +48,13 @@ def own_settings(facts: Facts) -> Iterator[Problem]:
     ):
         if value != unset:
             yield Problem(key=key, value=value, message="works with jaxpar's own decoder only", remedy=f"remove {key}")
+    if config.train.remat in ("selective", "offload"):
+        yield Problem(
+            key="train.remat",
+            value=config.train.remat,
+            message="keeps activations that jaxpar's own decoder names",
+            remedy="remove train.remat; use jax.checkpoint in your module",
+        )
     if config.data.last_batch == "pad":
         yield Problem(
             key="data.last_batch",

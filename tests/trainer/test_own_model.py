@@ -119,6 +119,10 @@ def trainer(directory, axes=("embed", "mlp"), rows=None, param=nnx.Param, mesh=N
         ({"axes": ("embed", "unsharded"), "mesh": {"tensor": 8}}, r"mesh.tensor = 8: axis tensor shards nothing"),
         ({"param": nnx.BatchStat}, r"inner\.weight is a BatchStat: only nnx\.Param variables are trained"),
         ({"mesh": {"context": 8}}, r"mesh.context = 8: axis context splits what jaxpar's own decoder has"),
+        (
+            {"train": {"remat": "selective"}},
+            r"train.remat = 'selective': keeps activations that jaxpar's own decoder names",
+        ),
         ({"model": {"embed_dim": 8}}, r"model.embed_dim = 8: does nothing"),
         ({"data": {"last_batch": "pad"}}, r"data.last_batch = 'pad': rows of your own have no weight"),
         ({"train": {"eval_every": 1}}, r"train.eval_every = 1: asks for validation, but there is no eval_data"),
