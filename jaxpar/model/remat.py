@@ -11,16 +11,25 @@ import typing
 from collections.abc import Callable
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Offloadable, Saveable, checkpoint_name
+from jax.extend.core import Primitive
 
 from jaxpar.config.schema import Activation, TrainConfig
 
 BLOCK_INPUT = "block_input"
 """Name of what enters a block; every policy but ``none`` keeps it, on the device or on the host."""
 
-KERNEL_PRIMITIVES = ("dot_product_attention_fwd",)
-"""Primitives of fused attention, by the start of their names. Their results are the attention output and its
-log-sum-exp, which a backward kernel needs: keeping the output alone would run the forward kernel again."""
+
+def is_attention_kernel(primitive: Primitive, *arguments: jax.core.AbstractValue) -> bool:
+    """Whether it is a fused attention's forward pass, whose results are the output and the log-sums.
+
+    A backward kernel needs both: keeping the output alone, by name, would run the forward kernel again. cuDNN's has a
+    primitive of its own. tokamax's (0.0.17) is a ``custom_vjp`` with ``optimize_remat``, of which JAX 0.12 makes a
+    ``remat_opt``; attention is the only one with operands of four dims.
+    """
+    if primitive.name == "remat_opt":
+        return any(getattr(argument, "ndim", 0) == 4 for argument in arguments)
+    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,18 +63,21 @@ class Remat:
         if self.mode == "full":
             return policies.nothing_saveable
         if self.mode == "offload":
-            return policies.save_and_offload_only_these_names(
+            kept = Offloadable(src="device", dst="pinned_host")
+            by_name = policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[],
                 names_which_can_be_offloaded=[BLOCK_INPUT, *self.save],
-                offload_src="device",
-                offload_dst="pinned_host",
+                offload_src=kept.src,
+                offload_dst=kept.dst,
             )
-        by_name = policies.save_only_these_names(*self.save)
+        else:
+            kept, by_name = Saveable, policies.save_only_these_names(*self.save)
         if "attention" not in self.save:
             return by_name
 
-        def policy(primitive, *args, **params):
-            return primitive.name.startswith(KERNEL_PRIMITIVES) or by_name(primitive, *args, **params)
+        def policy(primitive, *arguments, **params):
+            is_kept = is_attention_kernel(primitive, *arguments)
+            return kept if is_kept else by_name(primitive, *arguments, **params)
 
         return policy
 

@@ -130,3 +130,20 @@ def test_8b_on_64_compiles_in_a_minute_and_two_gigabytes():
     compiled = report_of(*PROGRAMS["8b fsdp64"], "--gpu", "h100")["compiled"]
     assert compiled["cpu_s"] < 120
     assert compiled["max_rss_bytes"] < 2e9
+
+
+KERNELS = {"cudnn": ("data.pack=false", "__cudnn$fmhaSoftmax"), "tokamax": ("data.pack=true", "mosaic_gpu_v2")}
+"""What chooses a kernel, and the custom call of its forward pass (tokamax: of its backward passes too)."""
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention_is_not_run_again_when_it_is_kept(kernel):
+    packing, call = KERNELS[kernel]
+    size = ("model.preset=llama-3.2-1b", "model.num_layers=5", "data.seq_len=4096", packing)
+    mesh = ("mesh.fsdp=8", "train.global_batch_size=16", "--devices", "8", "--gpu", "h100")
+    calls = {
+        remat: report_of(*size, *mesh, f"train.attention={kernel}", f"train.remat={remat}")["compiled"]["custom_calls"]
+        for remat in ("full", "selective", "offload")
+    }
+    calls = {remat: counts[call] for remat, counts in calls.items()}
+    assert calls["selective"] == calls["offload"] == calls["full"] - 1

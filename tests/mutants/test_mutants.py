@@ -128,6 +128,42 @@ def test_layout_fault_breaks_parity(name, monkeypatch):
         assert_same(train(build(parity_config(MESH, model=model, train={"microbatches": 2}))), expected)
 
 
+def scattering_twice_as_much(grad, spec, dim, reduce):
+    honest = jaxpar.collectives.scatter_gradient(grad, spec, dim, reduce)
+    return honest + honest
+
+
+def gathering_zeros(weight, dim, compute):
+    return 0 * jaxpar.collectives.gather_shards(weight, dim, compute)
+
+
+STRATEGY_FAULTS = {
+    ("optimizer", "scatter at the end counts twice"): ("jaxpar.strategy.scatter_gradient", scattering_twice_as_much),
+    ("grads", "weights gathered ahead are zero"): ("jaxpar.strategy.gather_shards", gathering_zeros),
+}
+
+
+@pytest.mark.parametrize("fault", STRATEGY_FAULTS, ids=" ".join)
+def test_strategy_fault_breaks_parity(fault, monkeypatch):
+    expected = single_device(model_key({}), 2, "full")
+    monkeypatch.setattr(*STRATEGY_FAULTS[fault])
+    mesh = {**MESH, "fsdp_strategy": fault[0]}
+    with pytest.raises(AssertionError):
+        assert_same(train(build(parity_config(mesh, train={"microbatches": 2}))), expected)
+
+
+def scaled_when_named(honest):
+    """Names that change what they name."""
+    return lambda x, name: honest(x * 1.001 if name == "attention_out" else x, name)
+
+
+def test_activation_that_its_name_changes_breaks_parity(monkeypatch):
+    expected = single_device(model_key({}), 2, "full")
+    monkeypatch.setattr("jaxpar.model.decoder.checkpoint_name", scaled_when_named(jaxpar.model.decoder.checkpoint_name))
+    with pytest.raises(AssertionError):
+        assert_same(train(build(parity_config(MESH, train={"microbatches": 2, "remat": "selective"}))), expected)
+
+
 STEP_FAULTS = {
     "microbatches weighted alike": lambda m: m.setattr(
         "jaxpar.program.accumulate", mean_of_means(jaxpar.step.accumulate)
