@@ -14,7 +14,7 @@ gradient is reduced is the place where a type changes, and it is one of these fu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.sharding import (
     GATHER_AXES,
+    PIPELINE_AXIS,
     SEQUENCE_AXIS,
     TOKEN_AXES,
     axes_of,
@@ -47,8 +48,8 @@ def spec_of(x: jax.Array) -> P:
 
 
 def stage_axes(x: jax.Array) -> tuple[str, ...]:
-    """``("pipeline",)`` inside a pipeline for what each stage has its own shard of, such as the vocabulary; else ()."""
-    return tuple(axis for axis in ("pipeline",) if axis in jax.typeof(x).mat.varying)
+    """The pipeline axis, inside one, for what each stage has its own shard of, such as the vocabulary; else ()."""
+    return tuple(axis for axis in (PIPELINE_AXIS,) if axis in jax.typeof(x).mat.varying)
 
 
 def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bool = True) -> Callable:
@@ -114,14 +115,27 @@ def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return island(lambda x: lax.psum(x, axes), spec_of(x), spec_of(x))(x) if axes else x
 
 
-def varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Inside an island: use a value that is ``reduced`` over ``axes`` together with values that differ over them."""
-    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+def varying(x: jax.Array, axes: Collection[str]) -> jax.Array:
+    """Inside an island: use a value that is the same, or ``reduced``, over ``axes`` together with some that differ."""
+    # In one order: every process must trace the same program, and sets of names have another order in each.
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def vary_over(x: jax.Array, axes: Collection[str]) -> jax.Array:
+    """``varying`` over those of ``axes`` over which ``x`` does not vary yet, ``reduced`` or not."""
+    now = jax.typeof(x).mat
+    missing = frozenset(axes) - now.varying
+    return varying(varying(x, missing & now.reduced), missing - now.reduced)
+
+
+def zeros_varying(shape: tuple[int, ...], dtype: jnp.dtype, axes: Collection[str]) -> jax.Array:
+    """Zeros that vary over ``axes``: what a value varies over is part of its type, and a loop starts from that type."""
+    return varying(jnp.zeros(shape, dtype), axes)
 
 
 def unreduced(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Inside an island: declare local values to be partial sums over ``axes``."""
-    return lax.pcast(x, tuple(axes), to="unreduced") if axes else x
+    return lax.pcast(x, tuple(sorted(axes)), to="unreduced") if axes else x
 
 
 def defer_reduction(params: object) -> object:

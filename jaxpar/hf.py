@@ -23,6 +23,7 @@ from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.families.keymap import KeyMap, ParamPath
 from jaxpar.mesh import make_mesh
+from jaxpar.model.decoder import Numerics
 from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.parameters import dim_sizes
 from jaxpar.program import decoder_definition
@@ -112,7 +113,7 @@ def from_hf(
     if not isinstance(mesh, Mesh):
         mesh = _mesh_of(mesh or {})
     precision = PrecisionConfig(params=dtype, compute=dtype, reduce=dtype)
-    definition = decoder_definition(model, precision)
+    definition = decoder_definition(model, Numerics.of(precision))
     return HuggingFaceModel(model, definition, mesh, hf_params(directory, model, definition, mesh, dtype))
 
 

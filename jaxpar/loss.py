@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, unreduced, varying
+from jaxpar.collectives import current_mesh, island, spec_of, stage_axes, unreduced, varying, zeros_varying
 from jaxpar.config.schema import ModelConfig
 from jaxpar.mesh import used_axes
 from jaxpar.model.decoder import Decoder, Numerics
@@ -210,20 +210,14 @@ def _scan_chunks(options, with_gradient, x, head, labels, weights):
     if num_chunks == 1:
         sums, grad_x, grad_head = _chunk(options, with_gradient, head, *(a[0] for a in inputs))
     else:
-        # What a value varies over is part of its type, so the scan must start from zeros of the right type.
         by_tokens = tuple(jax.typeof(labels).mat.varying)
         by_tokens_and_vocab = (*by_tokens, *options.vocab_axes)
-        sums = (_zeros((), jnp.float32, by_tokens),) * 2
-        grad_head = _zeros(head.shape, options.numerics.reduce, by_tokens_and_vocab) if with_gradient else None
+        sums = (zeros_varying((), jnp.float32, by_tokens),) * 2
+        grad_head = zeros_varying(head.shape, options.numerics.reduce, by_tokens_and_vocab) if with_gradient else None
         (sums, grad_head), grad_x = lax.scan(body, (sums, grad_head), inputs)
     if with_gradient:
         grad_x = grad_x.reshape(-1, embed_dim)[:num_tokens].reshape(rows, length, embed_dim)
     return sums, (grad_x, grad_head)
-
-
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str, ...]) -> jax.Array:
-    zeros = jnp.zeros(shape, dtype)
-    return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
 def _chunk(options, with_gradient, head, x_cd, labels_c, weights_c):

@@ -155,6 +155,26 @@ class OwnProgram(Program):
         """Nothing of a user's module is padded."""
         return
 
+    @property
+    def flops_per_token(self) -> int:
+        """Nothing is known of a user's module."""
+        return 0
+
+    @property
+    def eval_last_batch(self) -> str:
+        """Rows of a user's own have no weight of 0 to be padded with."""
+        return "drop"
+
+    @property
+    def batch_words(self) -> str:
+        """For people: what a step is trained on."""
+        return f"{self.config.train.global_batch_size} rows a step"
+
+    @property
+    def notes(self) -> list[str]:
+        """For the log: what was chosen for this mesh."""
+        return list(self.options.notes)
+
     @cached_property
     def accumulate(self) -> Accumulate:
         """Gradients and means of a batch."""
@@ -191,17 +211,6 @@ def _checked_definition(own: OwnModel, mesh: Mesh) -> ModelDefinition:
     used = {
         axis for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)) for e in spec for axis in axes_of(e)
     }
-    if mesh.shape["pipeline"] > 1:
-        raise ConfigError(
-            [
-                Problem(
-                    key="mesh.pipeline",
-                    value=mesh.shape["pipeline"],
-                    message="stages are cut from jaxpar's own decoder; a module of your own has none",
-                    remedy="set mesh.pipeline=1; data, fsdp and tensor axes work",
-                )
-            ]
-        )
     if mesh.shape["tensor"] > 1 and "tensor" not in used:
         raise ConfigError(
             [

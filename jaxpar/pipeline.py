@@ -29,11 +29,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, spec_of, sum_over
+from jaxpar.collectives import current_mesh, spec_of, sum_over, vary_over
 from jaxpar.schedule import Schedule
-from jaxpar.sharding import axes_of
-
-AXIS = "pipeline"
+from jaxpar.sharding import PIPELINE_AXIS, axes_of
 
 Embed = Callable[[object, object], jax.Array]
 Stage = Callable[[object, jax.Array, object], tuple[jax.Array, jax.Array]]
@@ -79,18 +77,10 @@ def value_and_grad(
         ValueError: The mesh has another number of stages, or a function returns something else than it should.
     """
 
-    def run(weights: object, ends: object, sides: object) -> Result:
-        _check_stages(schedule)
-        end_specs = jax.tree.map(lambda leaf: _manual_part(leaf, (AXIS,)), ends)
-        side_specs = jax.tree.map(lambda leaf: _manual_part(leaf, replica_axes), sides)
-        return jax.shard_map(
-            lambda *arguments: _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run(),
-            in_specs=(P(None, AXIS), end_specs, side_specs),
-            out_specs=Result(P(), P(), P(), P(None, AXIS), end_specs),
-            axis_names={AXIS, *replica_axes},
-        )(weights, ends, sides)
+    def body(*arguments: object) -> Result:
+        return _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run()
 
-    return run
+    return _on_stages(schedule, body, replica_axes, lambda ends: Result(P(), P(), P(), P(None, PIPELINE_AXIS), ends))
 
 
 def forward(
@@ -101,24 +91,33 @@ def forward(
     It runs the forward lane of the same table, so it needs no more memory than training, and stops after its last tick.
     """
 
-    def run(weights: object, ends: object, sides: object) -> tuple[jax.Array, object]:
-        _check_stages(schedule)
-        end_specs = jax.tree.map(lambda leaf: _manual_part(leaf, (AXIS,)), ends)
+    def body(*arguments: object) -> tuple[jax.Array, object]:
+        return _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run_forward()
+
+    return _on_stages(schedule, body, replica_axes, lambda _: (P(), P()))
+
+
+def _on_stages(
+    schedule: Schedule, body: Callable, replica_axes: tuple[str, ...], out_specs: Callable[[object], object]
+) -> Callable:
+    """``body(weights, ends, sides)`` as each stage runs it; ``out_specs`` makes those of its result from ``ends``'."""
+
+    def run(weights: object, ends: object, sides: object) -> object:
+        num_stages = current_mesh().shape[PIPELINE_AXIS]
+        if num_stages != schedule.num_stages:
+            raise ValueError(
+                f"the schedule has {schedule.num_stages} stages, but mesh axis {PIPELINE_AXIS} has {num_stages}"
+            )
+        end_specs = jax.tree.map(lambda leaf: _manual_part(leaf, (PIPELINE_AXIS,)), ends)
         side_specs = jax.tree.map(lambda leaf: _manual_part(leaf, replica_axes), sides)
         return jax.shard_map(
-            lambda *arguments: _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run_forward(),
-            in_specs=(P(None, AXIS), end_specs, side_specs),
-            out_specs=(P(), P()),
-            axis_names={AXIS, *replica_axes},
+            body,
+            in_specs=(P(None, PIPELINE_AXIS), end_specs, side_specs),
+            out_specs=out_specs(end_specs),
+            axis_names={PIPELINE_AXIS, *replica_axes},
         )(weights, ends, sides)
 
     return run
-
-
-def _check_stages(schedule: Schedule) -> None:
-    num_stages = current_mesh().shape[AXIS]
-    if num_stages != schedule.num_stages:
-        raise ValueError(f"the schedule has {schedule.num_stages} stages, but mesh axis {AXIS} has {num_stages}")
 
 
 class _Carry(NamedTuple):
@@ -156,7 +155,7 @@ class _Pipeline:
         self.schedule, self.sides, self.replica_axes = schedule, sides, replica_axes
         # Each replica's own copy: autodiff would otherwise add gradients up over replicas in every microbatch.
         self.ends = jax.tree.map(self._own, ends)
-        self.index = lax.axis_index(AXIS)
+        self.index = lax.axis_index(PIPELINE_AXIS)
         self._embed, self._stage, self._loss = embed, stage, loss
         # [chunks, 1, ...]: the second dim is the stage, and this is one stage.
         self.weights = _Trained.of(jax.tree.map(lambda leaf: self._own(leaf[:, 0]), weights))
@@ -182,7 +181,7 @@ class _Pipeline:
         )
         end, _ = lax.scan(lambda carry, now: (self._tick(carry, *now), None), start, (mine, shared))
         weight_grads = self.weights.tree([grad[:, None] for grad in end.weight_grads], keep_others=False)
-        result = Result(end.loss, lax.psum(end.aux, AXIS), end.sums, weight_grads, end.end_grads)
+        result = Result(end.loss, lax.psum(end.aux, PIPELINE_AXIS), end.sums, weight_grads, end.end_grads)
         return jax.tree.map(lambda leaf: sum_over(leaf, self.replica_axes), result)
 
     def run_forward(self) -> tuple[jax.Array, object]:
@@ -194,9 +193,7 @@ class _Pipeline:
         def tick(carry: tuple, now: tuple) -> tuple[tuple, None]:
             from_before, activations, total, sums = carry
             mine, shared = now
-            activations = _put(activations, from_before, mine["activation_arrival"])
-            embedded = self._embed_lane(shared["embed_microbatch"])
-            y = self._forward_lane(_after(shared["forward_runs"], embedded), mine, shared, embedded, activations)
+            activations, y = self._advance(activations, from_before, mine, shared)
 
             def loss() -> tuple[jax.Array, object]:
                 value, parts = self._loss(self.ends, self._last_stage(y), self._side(shared["loss_microbatch"]))
@@ -213,11 +210,8 @@ class _Pipeline:
 
     def _tick(self, carry: _Carry, mine: dict[str, jax.Array], shared: dict[str, jax.Array]) -> _Carry:
         """The five phases of jaxpar.schedule.table, each after the one before it."""
-        activations = _put(carry.activations, carry.from_before, mine["activation_arrival"])
+        activations, y = self._advance(carry.activations, carry.from_before, mine, shared)
         gradients = _put(carry.gradients, carry.from_behind, mine["gradient_arrival"])
-
-        embedded = self._embed_lane(shared["embed_microbatch"])
-        y = self._forward_lane(_after(shared["forward_runs"], embedded), mine, shared, embedded, activations)
 
         carry, dy = self._loss_lane(_after(shared["loss_microbatch"], y), carry, y)
         gradients = self._put_loss_gradient(gradients, dy, shared["loss_slot"])
@@ -234,6 +228,15 @@ class _Pipeline:
         return carry._replace(
             from_before=from_before, from_behind=from_behind, activations=activations, gradients=gradients
         )
+
+    def _advance(
+        self, activations: jax.Array, arrival: jax.Array, mine: dict[str, jax.Array], shared: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The slots with what has arrived, and the output of this tick's forward lane."""
+        activations = _put(activations, arrival, mine["activation_arrival"])
+        embedded = self._embed_lane(shared["embed_microbatch"])
+        y = self._forward_lane(_after(shared["forward_runs"], embedded), mine, shared, embedded, activations)
+        return activations, y
 
     def _embed_lane(self, microbatch: jax.Array) -> jax.Array:
         """Input of virtual stage 0; blank if no microbatch enters."""
@@ -263,7 +266,7 @@ class _Pipeline:
             last = self._last_stage(y)
             side = self._side(microbatch)
             value, pull, sums = jax.vjp(lambda ends, y: self._loss(ends, y, side), self.ends, last, has_aux=True)
-            if value.shape or AXIS in jax.typeof(value).mat.varying:
+            if value.shape or PIPELINE_AXIS in jax.typeof(value).mat.varying:
                 raise ValueError(f"loss must return a scalar that is the same on all stages, not {jax.typeof(value)}")
             end_grads, dy = pull(jnp.ones_like(value))
             return carry._replace(
@@ -347,7 +350,7 @@ class _Pipeline:
 
     def _of_stage(self, stage: int, value: jax.Array) -> jax.Array:
         """What one stage has, on all stages."""
-        return sum_over(jnp.where(self.index == stage, value, 0), (AXIS,))
+        return sum_over(jnp.where(self.index == stage, value, 0), (PIPELINE_AXIS,))
 
     def _add(self, sums: object, parts: object) -> object:
         return jax.tree.map(lambda total, part: total + self._own(part), sums, parts)
@@ -357,7 +360,7 @@ class _Pipeline:
 
     def _own(self, value: jax.Array) -> jax.Array:
         """Declare a value to be each replica's own."""
-        return _vary_over(value, self.replica_axes)
+        return vary_over(value, self.replica_axes)
 
     def _own_column(self, table: object) -> jax.Array:
         return lax.dynamic_index_in_dim(jnp.asarray(table), self.index, 1, keepdims=False)
@@ -369,7 +372,7 @@ class _Pipeline:
 
     def _send(self, x: jax.Array, step: int) -> jax.Array:
         count = self.schedule.num_stages
-        return lax.ppermute(x, AXIS, [(stage, (stage + step) % count) for stage in range(count)])
+        return lax.ppermute(x, PIPELINE_AXIS, [(stage, (stage + step) % count) for stage in range(count)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,23 +410,18 @@ def _manual_part(leaf: jax.Array, axes: tuple[str, ...]) -> P:
     return P(*(tuple(entry) or None for entry in entries))
 
 
-def _vary_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
 def _vary(x: jax.Array) -> jax.Array:
     """Declare a value to be each stage's (and replica's) own."""
     mesh = current_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return _vary_over(x, tuple(axis for axis, kind in types if kind == AxisType.Manual))
+    return vary_over(x, tuple(axis for axis, kind in types if kind == AxisType.Manual))
 
 
 def _zero_gradient(leaf: jax.Array) -> jax.Array:
     """Zeros of the type that the leaf's gradient has."""
     spec = spec_of(leaf)
     zeros = jnp.zeros(leaf.shape, leaf.dtype, out_sharding=P(*spec.partitions, unreduced=spec.reduced))
-    return _vary_over(zeros, tuple(jax.typeof(leaf).mat.varying))
+    return vary_over(zeros, tuple(jax.typeof(leaf).mat.varying))
 
 
 def _take(array: jax.Array, index: jax.Array | int) -> jax.Array:

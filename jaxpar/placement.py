@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import island, spec_of
 from jaxpar.schedule import LayerSplit
+from jaxpar.sharding import PIPELINE_AXIS
 
-AXIS = "pipeline"
 NOTHING = -1
 
 
@@ -53,7 +53,7 @@ class Placement:
             placed = _redistribute(kept, self._wanted)
             return placed.reshape(self.num_chunks, 1, self.num_places, *kept.shape[1:])
 
-        return island(local, spec, P(None, AXIS, None, *spec.partitions[1:]))(kept)
+        return island(local, spec, P(None, PIPELINE_AXIS, None, *spec.partitions[1:]))(kept)
 
     def from_stages(self, placed: jax.Array) -> jax.Array:
         """The way back, for gradients: what lies in padded places is dropped, and padded layers get zeros."""
@@ -62,7 +62,7 @@ class Placement:
         def local(placed: jax.Array) -> jax.Array:
             return _redistribute(placed.reshape(-1, *placed.shape[3:]), self._origin)
 
-        return island(local, spec, P(AXIS, *spec.partitions[3:]))(placed)
+        return island(local, spec, P(PIPELINE_AXIS, *spec.partitions[3:]))(placed)
 
 
 def _redistribute(held: jax.Array, source: np.ndarray) -> jax.Array:
@@ -87,7 +87,7 @@ def _redistribute(held: jax.Array, source: np.ndarray) -> jax.Array:
         sent = held if hops == 0 else held[_own(rows)]
         if hops:
             ring = [(stage, (stage + hops) % num_stages) for stage in range(num_stages)]
-            sent = lax.ppermute(sent, AXIS, ring)
+            sent = lax.ppermute(sent, PIPELINE_AXIS, ring)
             order = np.cumsum(distance == hops, axis=1) - 1
         else:
             order, width = source % here, here
@@ -110,4 +110,4 @@ def _rows_to_send(rows: np.ndarray, chosen: np.ndarray, hops: int) -> tuple[np.n
 
 
 def _own(table: np.ndarray) -> jax.Array:
-    return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), 0, keepdims=False)
+    return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(PIPELINE_AXIS), 0, keepdims=False)

@@ -10,24 +10,25 @@ from functools import cached_property, partial
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.compiler_options import CompilerOptions, choose_options
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.schema import Config, ModelConfig, PrecisionConfig
+from jaxpar.config.schema import Config, ModelConfig
 from jaxpar.families import FAMILIES
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
-from jaxpar.model.decoder import Decoder
+from jaxpar.model.decoder import Decoder, Numerics
 from jaxpar.model.dispatch import Exchange
-from jaxpar.model.remat import KEEP_ALL, KEEP_NAMED, Remat
+from jaxpar.model.remat import KEEP_NAMED, Remat
 from jaxpar.optim import make_optimizer
 from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
 from jaxpar.plan.compiler_options import Option
+from jaxpar.plan.experts import describe_exchange
+from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.plan.remat_rules import offload_objection
 from jaxpar.plan.resolve import ResolvedPlan
-from jaxpar.sharding import batch_sharding
+from jaxpar.sharding import EXPERT_AXIS, PIPELINE_AXIS, batch_sharding
 from jaxpar.stages import StagedDecoder
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
 from jaxpar.step import Accumulate, Evaluate, LossFn, accumulate, evaluate, make_eval_step, make_train_step
@@ -43,22 +44,9 @@ BATCH_DTYPES = {
 """Arrays of a batch, each [microbatches, rows, sequence]."""
 
 
-def decoder_definition(
-    model: ModelConfig,
-    precision: PrecisionConfig,
-    remat: Remat = KEEP_ALL,
-    context_mode: str = "auto",
-    exchange: Exchange | None = None,
-    attention: str = "xla",
-    dropout: float = 0.0,
-    layer_multiple: int = 1,
-) -> ModelDefinition:
-    """The decoder of a model config, its dimensions complete; ``exchange`` for a mixture of experts."""
-
-    def make_decoder(rngs: nnx.Rngs) -> Decoder:
-        return Decoder(model, precision, remat, rngs, context_mode, exchange, attention, dropout)
-
-    return ModelDefinition(make_decoder, layer_multiple=layer_multiple)
+def decoder_definition(model: ModelConfig, numerics: Numerics, *, layer_multiple: int = 1) -> ModelDefinition:
+    """The decoder of a model config, its dimensions complete."""
+    return ModelDefinition(lambda rngs: Decoder(model, numerics, rngs), layer_multiple=layer_multiple)
 
 
 def accelerator_of(device: jax.Device) -> Accelerator:
@@ -105,16 +93,16 @@ class Program:
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
         # Families with biases do: JAX 0.12 cannot keep their products inside a pipeline (shapes that "must match").
         inner = Remat(mode="full") if FAMILIES[config.model.family].linear_bias else KEEP_NAMED
-        remat = inner if plan.mesh["pipeline"] > 1 else Remat.of(config.train)
-        options = (
-            remat,
-            config.mesh.context_mode,
-            exchange,
-            chosen.kernel,
-            config.train.dropout,
-            plan.mesh["pipeline"],
+        remat = inner if plan.mesh[PIPELINE_AXIS] > 1 else Remat.of(config.train)
+        numerics = Numerics.of(
+            config.precision,
+            remat=remat,
+            context_mode=config.mesh.context_mode,
+            exchange=exchange,
+            attention=chosen.kernel,
+            dropout=config.train.dropout,
         )
-        definition = decoder_definition(config.model, config.precision, *options)
+        definition = decoder_definition(config.model, numerics, layer_multiple=plan.mesh[PIPELINE_AXIS])
         return cls(
             plan=plan,
             mesh=mesh,
@@ -145,6 +133,31 @@ class Program:
         return self.config.model.vocab_size
 
     @property
+    def flops_per_token(self) -> int:
+        """Of a training step, by convention A; 0 if it is not known."""
+        return training_flops_per_token(self.config.model, self.config.data.seq_len)
+
+    @property
+    def eval_last_batch(self) -> str:
+        """What validation does with rows that do not fill a batch, as ``data.last_batch``."""
+        return "pad"
+
+    @property
+    def batch_words(self) -> str:
+        """For people: what a step is trained on."""
+        rows = f"{self.config.train.global_batch_size} rows x {self.config.data.seq_len}"
+        return f"{self.plan.tokens_per_step:,} tokens a step = {rows}"
+
+    @property
+    def notes(self) -> list[str]:
+        """For the log: what was chosen for this mesh, and how its speed is counted."""
+        model, expert = self.config.model, self.plan.mesh[EXPERT_AXIS]
+        exchange = self.config.mesh.expert_exchange
+        experts = [describe_exchange(exchange, model.top_k, model.num_experts, expert)] if model.num_experts else []
+        convention = "FLOPs by convention A: 6 (P - V D) + 6 L S H h per token, causal attention counted once"
+        return [*self.options.notes, self.attention.reason, *experts, convention]
+
+    @property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of every array of a batch."""
         return next(iter(self.abstract_batch.values())).sharding
@@ -172,7 +185,7 @@ class Program:
 
     @cached_property
     def _staged(self) -> StagedDecoder | None:
-        num_stages = self.mesh.shape["pipeline"]
+        num_stages = self.mesh.shape[PIPELINE_AXIS]
         return StagedDecoder.of(self.config, self.definition, num_stages) if num_stages > 1 else None
 
     @cached_property

@@ -29,6 +29,7 @@ from jaxpar.checkpoint.step_writer import NewArray, StepWriter, described_shardi
 from jaxpar.checkpoint.tensors import ArrayType, Progress, TensorReader, num_bytes
 from jaxpar.checkpoint.verify import verify_step
 from jaxpar.config.schema import AXES, ModelConfig, PrecisionConfig
+from jaxpar.model.decoder import Numerics
 from jaxpar.program import decoder_definition
 from jaxpar.sharding import axes_of, spec_for
 
@@ -293,7 +294,7 @@ def placements(
     if "model" not in config:
         raise CheckpointError(f"{where} does not say what model it holds, so a mesh means nothing to it")
     abstract_mesh = AbstractMesh(tuple(mesh.get(axis, 1) for axis in AXES), AXES)
-    definition = decoder_definition(ModelConfig(**config["model"]), PrecisionConfig(**config["precision"]))
+    definition = decoder_definition(ModelConfig(**config["model"]), Numerics.of(PrecisionConfig(**config["precision"])))
     axes = definition.axes_by_path
     params = {}
     for path, leaf in leaves_by_path(definition.abstract_params, "params").items():

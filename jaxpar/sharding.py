@@ -20,6 +20,10 @@ BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split the rows of a batch."""
 GATHER_AXES = ("fsdp", "expert", "context")
 """Mesh axes that shard dense weights at rest; a block gathers its weights over them just before use."""
+PIPELINE_AXIS = "pipeline"
+"""Mesh axis whose members are the stages of a pipeline; manual while they run (``jaxpar.pipeline``)."""
+EXPERT_AXIS = "expert"
+"""Mesh axis that holds the experts apart, and over which tokens are exchanged (``jaxpar.model.dispatch``)."""
 CONTEXT_AXIS = "context"
 """Mesh axis that splits the sequence everywhere, in zig-zag order (see ``jaxpar.model.zigzag``)."""
 GATHERED_DIMS = ("embed", "expert_embed")

@@ -21,6 +21,7 @@ from jaxpar.loss import hidden_loss
 from jaxpar.mesh import used_axes
 from jaxpar.placement import Placement
 from jaxpar.schedule import Schedule, build_schedule, split_layers
+from jaxpar.sharding import PIPELINE_AXIS
 from jaxpar.state import ModelDefinition
 from jaxpar.step import Batch, Metrics, mean_over_tokens
 
@@ -72,7 +73,7 @@ class StagedDecoder:
         """Weights by stage; with a mask of the places that hold a layer, if some hold none."""
         staged = jax.tree.map(self.placement.to_stages, layers)
         mask = self.placement.split.mask
-        return staged if mask.all() else {**staged, _PRESENT: reshard(jnp.asarray(mask), P(None, pipeline.AXIS))}
+        return staged if mask.all() else {**staged, _PRESENT: reshard(jnp.asarray(mask), P(None, PIPELINE_AXIS))}
 
     def _functions(self) -> dict[str, object]:
         """What ``jaxpar.pipeline`` runs, each on one microbatch; and the axes that only split its rows."""

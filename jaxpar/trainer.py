@@ -30,8 +30,6 @@ from jaxpar.events.stopwatch import Stopwatch, describe_shares
 from jaxpar.hf import hf_params
 from jaxpar.own_model import OwnLoss, OwnModel, OwnProgram, Source
 from jaxpar.plan.catalogue import find_gpu
-from jaxpar.plan.experts import describe_exchange
-from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.plan.resolve import check, check_own, resolve, resolve_own
 from jaxpar.program import Program
 from jaxpar.resume import Place
@@ -239,10 +237,6 @@ class _Loop:
         self.config = program.config
         self.place = Place()
         self.last_step = _last_step(self.config)
-        is_own = isinstance(program, OwnProgram)
-        # Nothing is known of a user's module.
-        self.flops_per_token = 0 if is_own else training_flops_per_token(self.config.model, self.config.data.seq_len)
-        self.eval_last_batch = "drop" if is_own else "pad"
         gpu = find_gpu(processes.device_kind) if processes.platform == "gpu" else None
         self.peak_flops = gpu.peak_flops(self.config.precision.compute) if gpu else None
         self.loss: float | None = None
@@ -416,7 +410,7 @@ class _Loop:
         tokens = int(metrics["tokens"]) if math.isfinite(metrics["tokens"]) else 0
         self.place = dataclasses.replace(self.place, tokens_seen=self.place.tokens_seen + tokens)
         tokens_per_s = self.program.plan.tokens_per_step / seconds["step_s"]
-        flops = tokens_per_s * self.flops_per_token / self.program.mesh.size
+        flops = tokens_per_s * self.program.flops_per_token / self.program.mesh.size
         memory = device_memory() or {}
         report = StepReport(
             step=pending.step,
@@ -502,7 +496,7 @@ class _Loop:
             num_threads=self.config.data.num_threads,
             prefetch=self.config.data.prefetch,
             num_batches=train.eval_batches,
-            last_batch=self.eval_last_batch,
+            last_batch=self.program.eval_last_batch,
         )
         started = time.perf_counter()
         sums = [self.eval_step(self.program.eval_params(self.state), batch.arrays) for batch in loader]
@@ -603,28 +597,18 @@ def _one_end_for_all(processes: Processes, log: RunLog) -> Iterator[None]:
 
 def _announce(program: Program, datasets: Datasets, processes: Processes, log: RunLog) -> None:
     """What will run, on what, before anything is compiled."""
-    plan, config, model = program.plan, program.config, program.config.model
-    is_own = isinstance(program, OwnProgram)
+    plan, config = program.plan, program.config
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
     padding = f" (vocabulary padded to {plan.padded_vocab_size:,} in memory)" if plan.num_padding_params else ""
     log.say(str(processes))
     for note in (*processes.notes, *datasets.notes):
         log.say(note)
     log.say(
-        f"model {plan.num_params:,} parameters{padding}; mesh {mesh}; "
-        + ("" if is_own else f"{plan.tokens_per_step:,} tokens a step = ")
-        + f"{config.train.global_batch_size} rows"
-        + (" a step" if is_own else f" x {config.data.seq_len}")
-        + f", {plan.rows_per_device} rows per device and "
-        f"microbatch; compute {config.precision.compute}, reduce {config.precision.reduce}"
+        f"model {plan.num_params:,} parameters{padding}; mesh {mesh}; {program.batch_words}, "
+        f"{plan.rows_per_device} rows per device and microbatch; "
+        f"compute {config.precision.compute}, reduce {config.precision.reduce}"
     )
-    for note in program.options.notes:
+    for note in program.notes:
         log.say(note)
-    if is_own:
-        return
-    log.say(program.attention.reason)
-    if processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
+    if program.flops_per_token and processes.platform == "gpu" and find_gpu(processes.device_kind) is None:
         log.say(f"no peak is known for {processes.device_kind}: MFU is not reported")
-    if model.num_experts:
-        log.say(describe_exchange(config.mesh.expert_exchange, model.top_k, model.num_experts, plan.mesh["expert"]))
-    log.say("FLOPs by convention A: 6 (P - V D) + 6 L S H h per token, causal attention counted once")

@@ -21,16 +21,18 @@ from jaxpar.collectives import current_mesh, enter_block, gather_weight, island,
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.families import FAMILIES
 from jaxpar.model.attention import SequenceInfo, attention
-from jaxpar.model.dispatch import Exchange
+from jaxpar.model.dispatch import DEFAULT_EXCHANGE, Exchange
 from jaxpar.model.dropout import ATTENTION, EMBEDDING, MLP, dropped, layer_keys
 from jaxpar.model.kernels import segment_starts
 from jaxpar.model.layers import ACTIVATIONS, add_bias, embed, norm, rope_angles, rope_frequencies
 from jaxpar.model.moe import MixtureOfExperts, Routing
-from jaxpar.model.remat import Remat
+from jaxpar.model.remat import KEEP_ALL, Remat
 from jaxpar.model.ring import ContextWay
 from jaxpar.model.zigzag import natural_order, split_sequence, zigzag
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size
 from jaxpar.sharding import batch_entry
+
+FLOAT32 = jnp.dtype("float32")
 
 NORM_START = {"rms": 1, "rms_plus_one": 0, "layer": 1}
 """Initial norm scales, by ``Family.norm``."""
@@ -41,28 +43,30 @@ EXTRAS = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Number formats, recomputation and the way of context parallelism, fixed while tracing."""
+    """How a decoder is computed: all that its model does not say. Fixed while tracing."""
 
     compute: jnp.dtype
     """Products, activations and weight gathers."""
     reduce: jnp.dtype
     """Gradient reduce-scatters."""
-    remat: Remat
+    params: jnp.dtype = FLOAT32
+    """Parameters at rest."""
+    remat: Remat = KEEP_ALL
     """What the backward pass of a block computes again."""
     context_mode: str = "auto"
     """See ``mesh.context_mode``."""
+    exchange: Exchange = DEFAULT_EXCHANGE
+    """How tokens reach their experts, if there are any."""
     attention: str = "xla"
     """Attention kernel, see ``jaxpar.plan.attention``."""
     dropout: float = 0.0
     """See ``train.dropout``; nothing is dropped where no keys are given."""
 
     @classmethod
-    def of(
-        cls, precision: PrecisionConfig, remat: Remat, context_mode: str = "auto", attention: str = "xla"
-    ) -> Numerics:
-        """Numerics that a config asks for."""
-        compute, reduce = jnp.dtype(precision.compute), jnp.dtype(precision.reduce)
-        return cls(compute=compute, reduce=reduce, remat=remat, context_mode=context_mode, attention=attention)
+    def of(cls, precision: PrecisionConfig, **ways: object) -> Numerics:
+        """With the number formats that a config asks for; ``ways`` are the other fields."""
+        formats = {name: jnp.dtype(getattr(precision, name)) for name in ("params", "compute", "reduce")}
+        return cls(**formats, **ways)
 
 
 def _param(value: jax.Array, *logical_axes: str) -> nnx.Param:
@@ -106,21 +110,21 @@ class Block(nnx.Module):
 
     Args:
         model: the whole model.
-        numerics: number formats.
+        numerics: how it is computed.
         new: makes the parameters of this stack.
-        exchange: how tokens reach their experts; None: a stack of dense blocks.
+        is_dense: whether the blocks have a dense MLP instead of experts.
     """
 
-    def __init__(self, model: ModelConfig, numerics: Numerics, new: Stacked, exchange: Exchange | None):
+    def __init__(self, model: ModelConfig, numerics: Numerics, new: Stacked, *, is_dense: bool):
         self.model = model
         self.numerics = numerics
         self._new_norm("attention_norm", new)
         self._new_attention(new)
         self._new_norm("mlp_norm", new)
-        if exchange is None:
+        if is_dense:
             self._new_mlp(new, "mlp")
             return
-        self.moe = MixtureOfExperts(model, exchange, new.into, new.back, new.full)
+        self.moe = MixtureOfExperts(model, numerics.exchange, new.into, new.back, new.full)
         if model.num_shared_experts:  # together they are a dense MLP
             self._new_mlp(new, "shared_mlp")
 
@@ -228,21 +232,10 @@ def normalised(module: Block | Decoder, name: str, x_bsd: jax.Array) -> jax.Arra
 class Decoder(nnx.Module):
     """Embedding of tokens (and positions), L blocks, final norm and output head (absent when tied)."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        precision: PrecisionConfig,
-        remat: Remat,
-        rngs: nnx.Rngs,
-        context_mode: str = "auto",
-        exchange: Exchange | None = None,
-        attention: str = "xla",
-        dropout: float = 0.0,
-    ):
+    def __init__(self, model: ModelConfig, numerics: Numerics, rngs: nnx.Rngs):
         self.model = model
-        numerics = Numerics.of(precision, remat, context_mode, attention)
-        self.numerics = dataclasses.replace(numerics, dropout=dropout)
-        dtype = jnp.dtype(precision.params)
+        self.numerics = numerics
+        dtype = numerics.params
         V, D = model.vocab_size, model.embed_dim
         padding = padded_vocab_size(model) - V
         init = nnx.initializers.normal(model.init_std)
@@ -254,9 +247,9 @@ class Decoder(nnx.Module):
             self.positions = _param(init(rngs.params(), (model.max_positions, D), dtype), "positions", "embed")
         num_dense = model.first_dense_layers if model.num_experts else 0
         if num_dense:
-            self.dense_layers = Block(model, self.numerics, Stacked(model, num_dense, dtype, rngs), None)
+            self.dense_layers = Block(model, numerics, Stacked(model, num_dense, dtype, rngs), is_dense=True)
         new = Stacked(model, model.num_layers - num_dense, dtype, rngs)
-        self.layers = Block(model, self.numerics, new, (exchange or Exchange()) if model.num_experts else None)
+        self.layers = Block(model, numerics, new, is_dense=not model.num_experts)
         self.final_norm = _param(jnp.full((D,), NORM_START[family.norm], dtype), "norm")
         if family.norm == "layer":
             self.final_norm_bias = _param(jnp.zeros((D,), dtype), "norm")

@@ -21,9 +21,7 @@ from jax import lax
 
 from jaxpar.model.grouped import zeros_typed_as
 from jaxpar.plan.experts import exchange_mode, receive_bound
-
-AXIS = "expert"
-"""Mesh axis over which rows are exchanged."""
+from jaxpar.sharding import EXPERT_AXIS
 
 ExpertsFn = Callable[[jax.Array, jax.Array], jax.Array]
 """(rows [R, D] sorted by local expert, int32 rows of each [e]) -> [R, D]; 0 past the last row of an expert."""
@@ -39,6 +37,9 @@ class Exchange:
     """``mesh.expert_receive_factor``."""
     platform: str = "cpu"
     """Platform that the program is compiled for; decides kernels, never results."""
+
+
+DEFAULT_EXCHANGE = Exchange()
 
 
 def through_experts(
@@ -71,7 +72,7 @@ def through_experts(
     counts = _counts(experts_tk, num_experts, num_devices)
     if room < receive_bound(num_tokens, top_k, num_experts, num_devices, 0.0):
         kept = fit(counts, room)
-        mine = lax.axis_index(AXIS)
+        mine = lax.axis_index(EXPERT_AXIS)
         experts_tk = keep_first(experts_tk, kept[mine].reshape(-1), num_experts)
         lost = (counts[mine] - kept[mine]).sum()
         weights_tk = jnp.where(experts_tk < num_experts, weights_tk, 0)
@@ -87,9 +88,9 @@ def through_experts(
     if num_devices == 1:
         out = experts_fn(rows, counts[0, 0])
     else:
+        is_on_cpu = exchange.platform == "cpu"
         pair = min(num_tokens * min(top_k, local_experts), room)
-        ragged = exchange.platform != "cpu"
-        out = (_ragged if ragged else _dense)(rows, counts, pair, room, experts_fn)
+        out = _dense(rows, counts, pair, experts_fn) if is_on_cpu else _ragged(rows, counts, room, experts_fn)
     out_tkd = out[place].reshape(num_tokens, top_k, -1)
     combined = jnp.einsum("tkd,tk->td", out_tkd, weights_tk, preferred_element_type=jnp.float32)
     return combined.astype(x_td.dtype), lost
@@ -98,7 +99,7 @@ def through_experts(
 def _counts(experts_tk: jax.Array, num_experts: int, num_devices: int) -> jax.Array:
     """int32 [source, destination, e]: rows of every device for every expert."""
     mine = zeros_typed_as((num_experts,), jnp.int32, experts_tk).at[experts_tk.reshape(-1)].add(1, mode="drop")
-    counts = mine if num_devices == 1 else lax.all_gather(mine, AXIS)
+    counts = mine if num_devices == 1 else lax.all_gather(mine, EXPERT_AXIS)
     return counts.reshape(num_devices, num_devices, -1)
 
 
@@ -156,34 +157,35 @@ def _compute_regrouped(rows: jax.Array, place: jax.Array, sizes: jax.Array, expe
     return experts_fn(grouped, sizes).at[place].get(mode="fill", fill_value=0)
 
 
-def _dense(rows: jax.Array, counts: jax.Array, pair: int, room: int, experts_fn: ExpertsFn) -> jax.Array:
-    """Exchange of buffers with ``pair`` slots for every other device."""
-    num_devices, mine = counts.shape[0], lax.axis_index(AXIS)
+def _dense(rows: jax.Array, counts: jax.Array, pair: int, experts_fn: ExpertsFn) -> jax.Array:
+    """Exchange of buffers with ``pair`` slots for every other device.
+
+    All slots are computed as one buffer, of which only the rows that are there cost time.
+    """
+    num_devices, mine = counts.shape[0], lax.axis_index(EXPERT_AXIS)
     sent = counts[mine].sum(-1)
     starts = jnp.cumsum(sent) - sent
     slot = jnp.arange(pair)
     index = jnp.where(slot < sent[:, None], starts[:, None] + slot, len(rows))
     buffer = rows.at[index.reshape(-1)].get(mode="fill", fill_value=0)
-    arrived = lax.all_to_all(buffer, AXIS, 0, 0, tiled=True)
+    arrived = lax.all_to_all(buffer, EXPERT_AXIS, 0, 0, tiled=True)
     place, sizes = regrouped(counts[:, mine], num_devices * pair, jnp.arange(num_devices) * pair)
-    back = lax.all_to_all(_compute_regrouped(arrived, place, sizes, experts_fn), AXIS, 0, 0, tiled=True)
-    del room  # all slots are computed as one buffer, of which only rows that are there cost time
+    back = lax.all_to_all(_compute_regrouped(arrived, place, sizes, experts_fn), EXPERT_AXIS, 0, 0, tiled=True)
     return jnp.zeros_like(rows).at[index.reshape(-1)].set(back, mode="drop", unique_indices=True)
 
 
-def _ragged(rows: jax.Array, counts: jax.Array, pair: int, room: int, experts_fn: ExpertsFn) -> jax.Array:
+def _ragged(rows: jax.Array, counts: jax.Array, room: int, experts_fn: ExpertsFn) -> jax.Array:
     """Exchange of the rows that there are, into a buffer of ``room`` rows."""
-    del pair
-    mine = lax.axis_index(AXIS)
+    mine = lax.axis_index(EXPERT_AXIS)
     sent = counts.sum(-1)
     axes = (rows, counts)
     buffer = zeros_typed_as((room, rows.shape[1]), rows.dtype, *axes)
-    arrived = lax.ragged_all_to_all(rows, buffer, *ragged_offsets(sent, mine), axis_name=AXIS)
+    arrived = lax.ragged_all_to_all(rows, buffer, *ragged_offsets(sent, mine), axis_name=EXPERT_AXIS)
     received = sent[:, mine]
     place, sizes = regrouped(counts[:, mine], room, jnp.cumsum(received) - received)
     out = _compute_regrouped(arrived, place, sizes, experts_fn)
     home = zeros_typed_as(rows.shape, rows.dtype, *axes)
-    return lax.ragged_all_to_all(out, home, *ragged_offsets(sent.T, mine), axis_name=AXIS)
+    return lax.ragged_all_to_all(out, home, *ragged_offsets(sent.T, mine), axis_name=EXPERT_AXIS)
 
 
 def ragged_offsets(sent: jax.Array, mine: jax.Array) -> tuple[jax.Array, ...]:
@@ -212,12 +214,14 @@ def _gathered(
 ) -> jax.Array:
     """Every device sees the tokens of all, computes what its experts are wanted for, and the sums are scattered."""
     local_experts, top_k = counts.shape[2], experts_tk.shape[1]
-    tokens, experts, weights = (lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_td, experts_tk, weights_tk))
-    expert = experts.reshape(-1) - lax.axis_index(AXIS) * local_experts
+    tokens, experts, weights = (
+        lax.all_gather(a, EXPERT_AXIS, axis=0, tiled=True) for a in (x_td, experts_tk, weights_tk)
+    )
+    expert = experts.reshape(-1) - lax.axis_index(EXPERT_AXIS) * local_experts
     expert = jnp.where((expert >= 0) & (expert < local_experts), expert, local_experts)
     order = jnp.argsort(expert, stable=True)[:room]
-    sizes = counts[:, lax.axis_index(AXIS)].sum(0)
+    sizes = counts[:, lax.axis_index(EXPERT_AXIS)].sum(0)
     out = experts_fn(tokens[order // top_k], sizes)
     weighted = out.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
     sums = zeros_typed_as(tokens.shape, jnp.float32, weighted, tokens).at[order // top_k].add(weighted)
-    return lax.psum_scatter(sums.astype(x_td.dtype), AXIS, scatter_dimension=0, tiled=True)
+    return lax.psum_scatter(sums.astype(x_td.dtype), EXPERT_AXIS, scatter_dimension=0, tiled=True)

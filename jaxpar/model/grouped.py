@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.collectives import zeros_varying
+
 TILE_ROWS = 64
 """Rows of one product of ``tiled_product``: large enough for a fast product, small enough that tiles that reach over
 the end of a group waste little."""
@@ -21,9 +23,7 @@ GroupedProduct = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def zeros_typed_as(shape: tuple[int, ...], dtype: jnp.dtype, *likes: jax.Array) -> jax.Array:
     """Zeros that vary over every mesh axis over which one of ``likes`` does, as a loop's first value must."""
-    axes = frozenset().union(*(jax.typeof(like).mat.varying for like in likes))
-    zeros = jnp.zeros(shape, dtype)
-    return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
+    return zeros_varying(shape, dtype, frozenset().union(*(jax.typeof(like).mat.varying for like in likes)))
 
 
 @jax.custom_vjp

@@ -16,13 +16,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, island, opened, spec_of, varying
+from jaxpar.collectives import current_mesh, island, opened, spec_of, vary_over
 from jaxpar.config.schema import ModelConfig
 from jaxpar.mesh import used_axes
-from jaxpar.model.dispatch import AXIS, Exchange, through_experts
+from jaxpar.model.dispatch import Exchange, through_experts
 from jaxpar.model.grouped import grouped_product
 from jaxpar.model.routing import Choices, choose, count_by_row
-from jaxpar.sharding import GATHER_AXES, SEQUENCE_AXIS, axes_of
+from jaxpar.sharding import CONTEXT_AXIS, EXPERT_AXIS, GATHER_AXES, PIPELINE_AXIS, SEQUENCE_AXIS, axes_of
 
 BIAS = "balance_bias"
 """Name of the parameter that balances a sigmoid router: moved by ``rebalance``, never by gradients."""
@@ -100,9 +100,10 @@ def _local(
 ) -> tuple[jax.Array, Routing]:
     """One device: its rows (whole sequence over ``tensor``), its experts, its part of their width."""
     mesh = current_mesh()
-    everywhere = used_axes(mesh, [axis for axis in mesh.axis_names if axis != "pipeline"])
-    y_bsd, segment_ids_bs = _vary(y_bsd, everywhere), _vary(segment_ids_bs, everywhere)
-    weights = {name: _vary(varying(weight, specs[name].reduced), everywhere) for name, weight in weights.items()}
+    everywhere = used_axes(mesh, [axis for axis in mesh.axis_names if axis != PIPELINE_AXIS])
+    # Cotangents are then added up over those axes over which a value did not vary.
+    y_bsd, segment_ids_bs = vary_over(y_bsd, everywhere), vary_over(segment_ids_bs, everywhere)
+    weights = {name: vary_over(weight, everywhere) for name, weight in weights.items()}
     choices = choose(model, y_bsd, weights["router"], weights.get(BIAS), segment_ids_bs != 0)
     product = grouped_product(exchange.platform)
 
@@ -122,7 +123,7 @@ def _local(
     out_td, overflow = through_experts(
         exchange,
         model.num_experts,
-        mesh.shape[AXIS],
+        mesh.shape[EXPERT_AXIS],
         y_bsd.reshape(-1, embed_dim),
         choices.experts.reshape(flat),
         choices.weights.reshape(flat),
@@ -135,21 +136,12 @@ def _local(
     return out_bsd, _routing(model, choices, segment_ids_bs != 0, overflow)
 
 
-def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """``x`` as a value that may differ over ``axes``; cotangents are then added up over those where it did not."""
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
-    reduced = tuple(axis for axis in missing if axis in jax.typeof(x).mat.reduced)
-    x = varying(x, frozenset(reduced))
-    rest = tuple(axis for axis in missing if axis not in reduced)
-    return lax.pcast(x, rest, to="varying") if rest else x
-
-
 def _gather_local(weight: jax.Array, spec: P, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
     """``collectives.gather_weight`` inside an island: the experts stay where they are, only their dims are gathered."""
     sharded = [
         (dim, axes_of(entry))
         for dim, entry in enumerate(spec.partitions)
-        if set(axes_of(entry)) & (set(GATHER_AXES) - {AXIS})
+        if set(axes_of(entry)) & (set(GATHER_AXES) - {EXPERT_AXIS})
     ]
     if not sharded:
         return weight.astype(compute)
@@ -184,15 +176,15 @@ def _routing(model: ModelConfig, choices: Choices, valid_bs: jax.Array, overflow
         x = lax.psum(x, axes) if axes else x
         return x / copies if jnp.issubdtype(x.dtype, jnp.floating) else x // copies
 
-    row_axes = ("context",)
+    row_axes = (CONTEXT_AXIS,)
     valid = valid_bs.astype(jnp.float32)
     counts_be = over(count_by_row(choices.wanted, model.num_experts), row_axes)
     length_b = jnp.maximum(over(valid.sum(1), row_axes), 1)
     share_be = over((choices.shares * valid[..., None]).sum(1), row_axes) / length_b[:, None]
     frequency_be = counts_be * (model.num_experts / model.top_k) / length_b[:, None]
     z_bs = jax.nn.logsumexp(choices.logits, -1) ** 2
-    every = tuple(axis for axis in mesh.axis_names if axis not in ("context", SEQUENCE_AXIS, "pipeline"))
-    every_token = (*every, "context")
+    every = tuple(axis for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, SEQUENCE_AXIS, PIPELINE_AXIS))
+    every_token = (*every, CONTEXT_AXIS)
     dropped = (choices.wanted < model.num_experts).sum() - (choices.experts < model.num_experts).sum()
     squares = lax.stop_gradient((choices.logits**2 * valid[..., None]).sum())
     return {

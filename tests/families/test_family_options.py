@@ -18,9 +18,8 @@ from jaxpar.config.schema import ModelConfig, OptimConfig, PrecisionConfig
 from jaxpar.convert import plan_hf_import
 from jaxpar.families import FAMILIES
 from jaxpar.mesh import make_mesh
-from jaxpar.model.decoder import Decoder
+from jaxpar.model.decoder import Decoder, Numerics
 from jaxpar.model.layers import layer_normalise, normalise_plus_one
-from jaxpar.model.remat import KEEP_ALL
 from jaxpar.optim import decay_mask
 from jaxpar.plan.parameters import param_count
 from jaxpar.plan.resolve import resolve
@@ -34,14 +33,14 @@ GEMMA = ModelConfig(family="gemma", tie_embeddings=True, num_kv_heads=1, head_di
 
 def initial(model: ModelConfig) -> dict[tuple, np.ndarray]:
     """Parameters by path, made eagerly on one device."""
-    decoder = Decoder(model, PrecisionConfig(), KEEP_ALL, nnx.Rngs(0))
+    decoder = Decoder(model, Numerics.of(PrecisionConfig()), nnx.Rngs(0))
     return {path: np.asarray(leaf) for path, leaf in flatten_dict(nnx.to_pure_dict(nnx.state(decoder))).items()}
 
 
 @pytest.mark.parametrize("model", [GPT2, GEMMA], ids=lambda model: model.family)
 def test_parameters_are_those_that_the_plan_counts(model):
     model = dataclasses.replace(model, vocab_multiple=1)
-    shapes = flatten_dict(decoder_definition(model, PrecisionConfig()).abstract_params)
+    shapes = flatten_dict(decoder_definition(model, Numerics.of(PrecisionConfig())).abstract_params)
     assert sum(math.prod(leaf.shape) for leaf in shapes.values()) == param_count(model)
 
 
@@ -87,7 +86,7 @@ def test_norms_are_computed_in_float32():
 
 
 def test_weight_decay_knows_the_roles():
-    axes = decoder_definition(GPT2, PrecisionConfig()).logical_axes
+    axes = decoder_definition(GPT2, Numerics.of(PrecisionConfig())).logical_axes
     weights = {"q", "k", "v", "o", "up", "down"}
 
     def decaying(**options) -> set[str]:
@@ -139,14 +138,16 @@ def test_every_family_names_a_rule_for_each_of_its_parameters():
         if family.huggingface.experts:
             model = dataclasses.replace(model, num_experts=4, top_k=2, expert_mlp_dim=32)
         for tied in (True, False):
-            definition = decoder_definition(dataclasses.replace(model, tie_embeddings=tied), PrecisionConfig())
+            definition = decoder_definition(
+                dataclasses.replace(model, tie_embeddings=tied), Numerics.of(PrecisionConfig())
+            )
             assert family.huggingface.keymap(tied).keys() == flatten_dict(definition.abstract_params).keys()
 
 
 def test_the_embedding_is_scaled_in_the_compute_dtype():
     """As transformers does: the root of the width is rounded first (48 -> 6.9282 -> 6.9375 in bfloat16)."""
     model = dataclasses.replace(GEMMA, embed_dim=48, num_layers=1)
-    program = decoder_definition(model, PrecisionConfig(compute="bfloat16"))
+    program = decoder_definition(model, Numerics.of(PrecisionConfig(compute="bfloat16")))
     mesh = make_mesh({}, jax.devices()[:1])
     table = jnp.ones((256, 48), jnp.float32)
     with jax.set_mesh(mesh):

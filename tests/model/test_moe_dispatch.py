@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 import jaxpar.model.dispatch
 from jaxpar.collectives import island
 from jaxpar.mesh import make_mesh
-from jaxpar.model.dispatch import AXIS, Exchange, fit, keep_first, regrouped, through_experts
+from jaxpar.model.dispatch import Exchange, fit, keep_first, regrouped, through_experts
 from jaxpar.model.grouped import tiled_product
 from jaxpar.plan.experts import describe_exchange, exchange_mode, receive_bound, rows_moved
+from jaxpar.sharding import EXPERT_AXIS
 
 EXPERTS, TOP_K, EMBED, TOKENS, DEVICES = 8, 3, 4, 32, 4
 
@@ -41,7 +42,7 @@ def reference(x, experts, weights, matrices):
 
 def run(exchange, arrays, num_devices=DEVICES):
     """Sums [T, D], what was lost per device, and gradients, on ``num_devices`` of the expert axis."""
-    mesh = make_mesh({AXIS: num_devices}, jax.devices()[:num_devices])
+    mesh = make_mesh({EXPERT_AXIS: num_devices}, jax.devices()[:num_devices])
 
     def local(x, experts, weights, matrices):
         out, lost = through_experts(
@@ -56,11 +57,15 @@ def run(exchange, arrays, num_devices=DEVICES):
         return out, lost[None] + jnp.zeros_like(experts[:1, 0])
 
     def loss(x, weights, matrices, experts):
-        out, lost = island(local, (P(AXIS),) * 4, (P(AXIS), P(AXIS)))(x, experts, weights, matrices)
+        out, lost = island(local, (P(EXPERT_AXIS),) * 4, (P(EXPERT_AXIS), P(EXPERT_AXIS)))(
+            x, experts, weights, matrices
+        )
         return jnp.sum(out**2), (out, lost)
 
     with jax.set_mesh(mesh):
-        x, experts, weights, matrices = (jax.device_put(a, jax.sharding.NamedSharding(mesh, P(AXIS))) for a in arrays)
+        x, experts, weights, matrices = (
+            jax.device_put(a, jax.sharding.NamedSharding(mesh, P(EXPERT_AXIS))) for a in arrays
+        )
         grads, (out, lost) = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(x, weights, matrices, experts)
     return jax.device_get((out, lost, grads))
 

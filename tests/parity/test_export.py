@@ -22,8 +22,7 @@ from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.huggingface_export import write_model_settings
 from jaxpar.config.schema import ModelConfig, PrecisionConfig
 from jaxpar.hf import hf_ignored, hf_keymap, unpadded_shapes
-from jaxpar.model.decoder import Decoder
-from jaxpar.model.remat import KEEP_ALL
+from jaxpar.model.decoder import Decoder, Numerics
 from jaxpar.state import ModelDefinition
 from tests.checkpoint.arrays import ArrayReader, whole
 from tests.parity.harness import DATA
@@ -86,7 +85,7 @@ def test_an_exported_oracle_has_its_logits(name, tmp_path):
 @pytest.mark.parametrize("name", ORACLES)
 def test_unpadded_shapes_are_those_of_the_model(name):
     model = dataclasses.replace(model_of(name), vocab_multiple=1)
-    definition = ModelDefinition(lambda rngs: Decoder(model, PrecisionConfig(), KEEP_ALL, rngs))
+    definition = ModelDefinition(lambda rngs: Decoder(model, Numerics.of(PrecisionConfig()), rngs))
     built = flatten_dict(definition.abstract_params)
     assert unpadded_shapes(model) == {path: leaf.shape for path, leaf in built.items()}
     assert unpadded_shapes(dataclasses.replace(model, vocab_multiple=128)) == unpadded_shapes(model)
