@@ -25,6 +25,7 @@ from jaxpar.config.huggingface import PREFIX
 from jaxpar.data.dataset import Datasets, load_dataset
 from jaxpar.data.loader import Loader, validation_loader
 from jaxpar.events import Progress, RunLog, RunMetrics, StepReport, check_sinks, open_progress
+from jaxpar.events.metrics import json_number
 from jaxpar.events.progress import format_duration
 from jaxpar.events.stopwatch import Stopwatch, describe_shares
 from jaxpar.hf import hf_params
@@ -74,17 +75,12 @@ class Outcome:
         return {
             "reason": self.reason.name.lower(),
             "step": self.step,
-            "loss": _json_number(self.loss),
-            "eval_loss": _json_number(self.eval_loss),
+            "loss": json_number(self.loss),
+            "eval_loss": json_number(self.eval_loss),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "run_dir": str(self.run_dir),
             "seconds": self.seconds,
         }
-
-
-def _json_number(value: float | None) -> float | None:
-    """JSON has no word for NaN and infinity."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 class Trainer:

@@ -10,46 +10,24 @@ first process left there, and compares; printed are medians over the rounds, and
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from timed_run import timed_run
+
 TIMEOUT_S = 900
 STEPS = 3
 
 
 def first_step_s(run_dir: Path, cache: Path, arguments: list[str]) -> tuple[float, list[float]]:
     """Seconds from the start of `jaxpar train` until metrics.jsonl has its first row, and the losses."""
-    settings = [f"run.dir={run_dir}", f"train.stop_at={STEPS}", "train.eval_every=0", "data.validation_fraction=0.0"]
-    settings += ["checkpoint.every=0", "checkpoint.final=false"]
+    settings = [f"train.stop_at={STEPS}", "train.eval_every=0", "data.validation_fraction=0.0"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    metrics = run_dir / "metrics.jsonl"
-    first = 0.0
-    with (run_dir.parent / f"{run_dir.name}.log").open("w+") as log:
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jaxpar", "train", *arguments, *settings],
-            cwd=ROOT,
-            env={**environment, "XDG_CACHE_HOME": str(cache)},
-            stdout=log,
-            stderr=log,
-        )
-        while process.poll() is None:
-            if not first and metrics.exists() and metrics.stat().st_size:
-                first = time.perf_counter() - started
-            if time.perf_counter() - started > TIMEOUT_S:
-                process.kill()
-            time.sleep(0.005)
-        log.seek(0)
-        if process.returncode:
-            raise RuntimeError(f"training failed with {process.returncode}:\n{log.read()[-4000:]}")
-    return first, [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    environment["XDG_CACHE_HOME"] = str(cache)
+    seconds, rows = timed_run(run_dir, [*arguments, *settings], timeout_s=TIMEOUT_S, environment=environment)
+    return seconds, [row["loss"] for row in rows]
 
 
 def main() -> None:

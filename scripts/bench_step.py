@@ -34,6 +34,7 @@ from baseline_step import Layout, Shape
 from product_step import overrides
 from rich.console import Console
 from rich.table import Table
+from timed_run import timed_run
 
 from jaxpar.audit import audit
 
@@ -131,32 +132,14 @@ def run_step(script: str, case: Case, directory: Path) -> StepRun:
 
 def run_product(case: Case, directory: Path) -> TrainRun:
     """Runs `jaxpar train` on synthetic data, and watches its metrics to see the first step end."""
-    run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
-    metrics = run_dir / "metrics.jsonl"
     settings = [
-        f"run.dir={run_dir}",
         f"train.steps={case.steps}",
         f"data.num_samples={case.shape.rows * case.steps}",
-        "checkpoint.every=0",
-        "checkpoint.final=false",
         "runtime.compilation_cache=off",
     ]
-    command = [sys.executable, "-m", "jaxpar", "train", *overrides(case.shape, case.layout), *settings]
-    first_step_s = 0.0
-    with (directory / "train.log").open("w+") as log:
-        started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        while process.poll() is None:
-            if not first_step_s and metrics.exists() and metrics.stat().st_size:
-                first_step_s = time.perf_counter() - started
-            if time.perf_counter() - started > TIMEOUT_S:
-                process.kill()
-            time.sleep(0.005)
-        if process.returncode:
-            log.seek(0)
-            raise RuntimeError(f"{' '.join(command)} failed with {process.returncode}:\n{log.read()[-4000:]}")
-    steps = [json.loads(line)["step_s"] for line in metrics.read_text().splitlines()]
-    return TrainRun(step_s=statistics.median(steps[3:]), first_step_s=first_step_s)
+    run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=directory))
+    first_step_s, rows = timed_run(run_dir, [*overrides(case.shape, case.layout), *settings], timeout_s=TIMEOUT_S)
+    return TrainRun(step_s=statistics.median([row["step_s"] for row in rows][3:]), first_step_s=first_step_s)
 
 
 def run_rounds(case: Case, rounds: int, console: Console) -> list[Round]:

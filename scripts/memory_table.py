@@ -19,7 +19,8 @@ import jax
 
 from jaxpar.audit import audit
 from jaxpar.config import Config
-from jaxpar.plan.layout import mesh_layout
+from jaxpar.plan.facts import gather_facts
+from jaxpar.plan.layout import layout_of
 from jaxpar.plan.memory import Memory, training_memory
 from jaxpar.plan.resolve import ResolvedPlan, resolve
 from jaxpar.plan.shape import shape_of
@@ -61,15 +62,7 @@ def plan_of(strategy: str, remat: str) -> ResolvedPlan:
 def planned(plan: ResolvedPlan) -> Memory:
     """The arithmetic, for a device that keeps nothing back."""
     config = plan.config
-    layout = mesh_layout(
-        plan.mesh,
-        global_batch_size=config.train.global_batch_size,
-        seq_len=config.data.seq_len,
-        microbatches=config.train.microbatches,
-        remat=config.train.remat,
-        strategy=config.mesh.fsdp_strategy,
-        precision="float32",
-    )
+    layout = layout_of(gather_facts(config, num_devices=DEVICES))
     chunk = config.train.loss_chunk_tokens
     return training_memory(shape_of(config.model), layout, device_bytes=0, loss_chunk_tokens=chunk)
 

@@ -13,10 +13,10 @@ import typer
 from rich.table import Table
 
 from jaxpar.cli.exit_codes import FAILED, INTERRUPTED
-from jaxpar.cli.output import output_console, stdout_to_stderr
+from jaxpar.cli.output import check_writable, output_console, stdout_to_stderr
 from jaxpar.cli.sizes import parse_bytes, readable_bytes
 from jaxpar.config import ConfigError, Problem, load_config
-from jaxpar.config.overrides import split_path
+from jaxpar.config.overrides import in_order, split_path
 from jaxpar.experiments.links import OPS, Measurement
 
 EPILOG = """
@@ -54,14 +54,14 @@ def collectives(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time all-reduce, all-gather, reduce-scatter, all-to-all and permute over every axis of the mesh."""
-    arguments = [*([path] if path is not None else []), *(overrides or [])]
+    arguments = in_order(path, overrides)
     file, changes = split_path(arguments)
     if file is None and not any(change.startswith("model.") for change in changes):
         changes.append("model.preset=tiny-bytes")  # a config needs some model; it plays no part here
     config = load_config(file, changes)
     sizes = _sizes(smallest, largest, factor)
     ops = _ops(only)
-    _check_writable(out)
+    check_writable("--out", out)
     module = importlib.import_module("jaxpar.experiments.bench_collectives")
     try:
         with stdout_to_stderr():
@@ -120,13 +120,6 @@ def _ops(only: list[str] | None) -> tuple[str, ...]:
         if op not in OPS:
             raise ConfigError([_problem("--op", op, "no such collective", f"one of {', '.join(OPS)}")])
     return tuple(only or OPS)
-
-
-def _check_writable(out: Path | None) -> None:
-    """Before minutes of measuring."""
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        remedy = "name a file in a directory that exists"
-        raise ConfigError([_problem("--out", str(out), "cannot be written", remedy)])
 
 
 def _problem(key: str, value: str, message: str, remedy: str) -> Problem:

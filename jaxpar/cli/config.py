@@ -13,7 +13,7 @@ from rich.text import Text
 
 from jaxpar.cli.output import output_console
 from jaxpar.config import PRESETS, ConfigError, LoadedConfig, Problem, load_with_sources
-from jaxpar.config.overrides import split_path
+from jaxpar.config.overrides import in_order, split_path
 from jaxpar.config.reference import reference_page
 from jaxpar.config.toml_text import toml_lines
 from jaxpar.plan.parameters import param_count
@@ -46,7 +46,7 @@ def _print_config(path: str | None, overrides: list[str], as_json: bool) -> None
     Raises:
         ConfigError: The config cannot be loaded (nothing is printed), or breaks a rule.
     """
-    loaded = load_with_sources(*split_path([*([path] if path is not None else []), *overrides]))
+    loaded = load_with_sources(*split_path(in_order(path, overrides)))
     warnings: tuple[str, ...] = loaded.warnings
     problems: tuple[Problem, ...] = ()
     try:

@@ -18,7 +18,7 @@ from jaxpar.cli.exit_codes import DONE, FAILED, INTERRUPTED
 from jaxpar.cli.output import output_console
 from jaxpar.cli.sizes import readable_bytes
 from jaxpar.config import load_config
-from jaxpar.config.overrides import split_path
+from jaxpar.config.overrides import in_order, split_path
 from jaxpar.experiments.diagnosis import Trouble, diagnose
 from jaxpar.experiments.machine import gather
 
@@ -44,7 +44,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Look for what would stop a run on this machine, and say what to do."""
-    file, changes = split_path([*([path] if path is not None else []), *(overrides or [])])
+    file, changes = split_path(in_order(path, overrides))
     if file is None and not any(change.startswith("model.") for change in changes):
         # No run is named: one that fits any number of devices.
         changes = ["model.preset=tiny-bytes", "train.global_batch_size=65536", "data.num_samples=65536", *changes]

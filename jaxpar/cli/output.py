@@ -1,4 +1,4 @@
-"""Standard output for tables."""
+"""Where a command's results go: standard output for tables, files that options name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 
+from jaxpar.config import ConfigError, Problem
+
 _PIPED_WIDTH = 160
 """Columns where no terminal says how many it has."""
+
+
+def check_writable(option: str, file: Path | None) -> None:
+    """Before minutes or hours of work: the file of an option can be written.
+
+    Raises:
+        ConfigError: It is a directory, or lies in none.
+    """
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        remedy = "name a file in a directory that exists"
+        raise ConfigError([Problem(key=option, value=str(file), message="cannot be written", remedy=remedy)])
 
 
 def output_console(*, highlight: bool = True) -> Console:

@@ -15,7 +15,7 @@ import typer
 
 from jaxpar.cli.plan_tables import print_report
 from jaxpar.config import PRESETS, Config, ConfigError, Problem, load_with_sources
-from jaxpar.config.overrides import split_path
+from jaxpar.config.overrides import in_order, split_path
 from jaxpar.config.schema import AXES
 from jaxpar.experiments.compile import compile_step, cpu_target, gpu_target
 from jaxpar.plan.catalogue import Gpu, gpu_named
@@ -90,7 +90,7 @@ def plan(
     html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained page with plots.")] = None,
 ) -> None:
     """Predict memory, communication and time of a training step, or of inference, without any device."""
-    arguments = [*([path] if path is not None else []), *(overrides or [])]
+    arguments = in_order(path, overrides)
     config, shape = _load(arguments, model)
     described = (
         read_cluster(cluster) if cluster is not None else ClusterFile(gpu=None, num_devices=None, num_nodes=None)

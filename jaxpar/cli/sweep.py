@@ -12,8 +12,7 @@ import typer
 from rich.table import Table
 
 from jaxpar.cli.exit_codes import DONE, FAILED, INTERRUPTED
-from jaxpar.cli.output import output_console
-from jaxpar.config import ConfigError, Problem
+from jaxpar.cli.output import check_writable, output_console
 
 EPILOG = """
 A sweep file:
@@ -56,7 +55,7 @@ def sweep(
     file = importlib.import_module("jaxpar.experiments.sweep_file")
     module = importlib.import_module("jaxpar.experiments.sweep")
     plots = importlib.import_module("jaxpar.experiments.sweep_plots")
-    _check_best(best)
+    check_writable("--best", best)
     asked = file.read_sweep(path, fake_devices=not _NVIDIA_DEVICE.exists())
     rows, interrupted = module.run_sweep(asked, retry=retry, say=lambda line: typer.echo(line, err=True))
     picture = asked.out / plots.PLOTS
@@ -81,13 +80,6 @@ def sweep(
         typer.echo("interrupted; finished trials are kept: the same command goes on", err=True)
         raise typer.Exit(INTERRUPTED)
     raise typer.Exit(DONE if winner else FAILED)
-
-
-def _check_best(best: Path | None) -> None:
-    """Before hours of trials: the file can be written."""
-    if best is not None and not (best.parent.is_dir() and not best.is_dir()):
-        remedy = "name a file in a directory that exists"
-        raise ConfigError([Problem(key="--best", value=str(best), message="cannot be written", remedy=remedy)])
 
 
 def _print(rows: list[dict], winner: dict | None) -> None:

@@ -17,7 +17,7 @@ import typer
 from jaxpar.cli.exit_codes import DONE, INTERRUPTED, PREEMPTED
 from jaxpar.cli.output import stdout_to_stderr
 from jaxpar.config import Config, ConfigError, load_with_sources
-from jaxpar.config.overrides import split_path
+from jaxpar.config.overrides import in_order, split_path
 from jaxpar.config.schema import MeshConfig
 from jaxpar.plan.resolve import check
 from jaxpar.runtime.interrupt import EndOnSigterm
@@ -55,7 +55,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model. Resumes by itself when the run directory has a checkpoint; Ctrl-C finishes the step and saves."""
-    arguments = [*([path] if path is not None else []), *(overrides or [])]
+    arguments = in_order(path, overrides)
     loaded = load_with_sources(*split_path(arguments))
     for warning in loaded.warnings:
         typer.echo(f"warning: {warning}", err=True)

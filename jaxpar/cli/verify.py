@@ -15,7 +15,7 @@ import typer
 from jaxpar.cli.exit_codes import DONE, FAILED, INTERRUPTED
 from jaxpar.cli.output import output_console
 from jaxpar.config import ConfigError, config_to_toml, load_with_sources
-from jaxpar.config.overrides import split_path
+from jaxpar.config.overrides import in_order, split_path
 from jaxpar.config.schema import AXES
 from jaxpar.experiments.children import Ended, environment, run_child
 from jaxpar.experiments.shrink import MAX_DEVICES, Shrunk, shrink
@@ -55,7 +55,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
 ) -> None:
     """Prove that the config's mesh computes what one device computes, on a shrunk model and fake CPU devices."""
-    arguments = [*([path] if path is not None else []), *(overrides or [])]
+    arguments = in_order(path, overrides)
     config = load_with_sources(*split_path(arguments)).config
     facts = gather_facts(config, num_devices=devices)
     support = tuple(rule for rule in RULES if rule.__module__ == support_rules.__name__)

@@ -13,6 +13,11 @@ from jaxpar.config.layers import Layer, Setting, flatten, unknown_key
 _SOURCE = "override"
 
 
+def in_order(path: str | None, overrides: Sequence[str] | None) -> list[str]:
+    """The arguments of a command line, of which typer takes the first for the path, whatever it is."""
+    return [*([path] if path is not None else []), *(overrides or [])]
+
+
 def split_path(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Splits a command line into the config file, if any, and the overrides.
 

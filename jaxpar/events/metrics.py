@@ -130,6 +130,11 @@ class RunMetrics:
         self.close()
 
 
+def json_number(value: float | None) -> float | None:
+    """A number as JSON has it, which has no word for NaN and infinity: None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _is_scalar(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
@@ -140,7 +145,7 @@ def _plain(value: object) -> object:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
+        return json_number(float(value))
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_plain(item) for item in value]
     raise TypeError(f"metrics are plain numbers; got a {type(value).__name__}")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxpar.config import Config, ConfigError, Problem, config_to_toml
+from jaxpar.config.schema import AXES
 from jaxpar.data.shard_job import write_whole
 from jaxpar.experiments.children import BAD_CONFIG, Ended, environment, run_child
 from jaxpar.experiments.sweep_file import Sweep, Trial
@@ -193,7 +194,7 @@ def _row(sweep: Sweep, trial: Trial, result: Mapping | None) -> Row:
 
 def mesh_columns(mesh: Mapping[str, int]) -> dict[str, int | None]:
     """All six axes; None where an axis takes what is not known."""
-    return {axis: mesh.get(axis) for axis in ("pipeline", "data", "fsdp", "expert", "context", "tensor")}
+    return {axis: mesh.get(axis) for axis in AXES}
 
 
 def _predicted(sweep: Sweep, trial: Trial, result: Mapping) -> Row:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import jax
 
 from jaxpar.config import Config, ConfigError, load_config
 from jaxpar.config.schema import MeshConfig
+from jaxpar.events.metrics import json_number
 from jaxpar.experiments.children import end_with_parent
 from jaxpar.experiments.parity import TOLERANCE, Comparison, compare, run_steps
 from jaxpar.plan.resolve import resolve
@@ -56,17 +56,13 @@ def report(comparison: Comparison) -> dict:
         "equal": comparison.equal,
         "tolerance": TOLERANCE,
         "steps": NUM_STEPS,
-        "worst": {"what": what, "difference": _json_number(difference)},
-        "loss": _json_number(comparison.loss),
-        "grad_norm": _json_number(comparison.grad_norm),
-        "grads": {name: _json_number(value) for name, value in comparison.grads.items()},
-        "params": {name: _json_number(value) for name, value in comparison.params.items()},
+        "worst": {"what": what, "difference": json_number(difference)},
+        "loss": json_number(comparison.loss),
+        "grad_norm": json_number(comparison.grad_norm),
+        "grads": {name: json_number(value) for name, value in comparison.grads.items()},
+        "params": {name: json_number(value) for name, value in comparison.params.items()},
         "not_compared": list(comparison.unmoved),
     }
-
-
-def _json_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def main(config_file: str, result_file: str) -> None:

@@ -7,7 +7,6 @@ vocabulary: padding adds nothing, and its means stay zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ import optax
 
 from jaxpar.config.schema import OptimConfig
 from jaxpar.optim.roles import is_axes
-from jaxpar.plan.param_views import View, view_of
+from jaxpar.plan.param_views import View, is_factored, view_of
 
 MIN_PARAM_RMS = 1e-3
 """Parameters are taken to be at least this large when updates are relative to them; section 7.5 of the paper."""
@@ -71,13 +70,6 @@ def scale_by_adafactor(optim: OptimConfig, logical_axes: dict, vocab_size: int |
         return updates, AdafactorState(state.count + 1, rows, columns, whole, momentum)
 
     return optax.GradientTransformation(init, update)
-
-
-def is_factored(optim: OptimConfig, view: View, shape: Sequence[int]) -> bool:
-    """Whether row and column means stand for the second moment of a parameter."""
-    if not optim.factored or view.split is None:
-        return False
-    return min(view.count(shape, view.row_dims), view.count(shape, view.column_dims)) >= optim.min_factored_dim
 
 
 def _initial(optim: OptimConfig, param: jax.Array, view: View) -> tuple[jax.Array | None, ...]:

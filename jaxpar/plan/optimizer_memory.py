@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from jaxpar.config.optimizers import with_optimizer_defaults
 from jaxpar.config.schema import Config, ModelConfig, OptimConfig
 from jaxpar.plan.memory import StateBytes
-from jaxpar.plan.param_views import view_of
+from jaxpar.plan.param_views import is_factored, is_hidden_matrix, view_of
 from jaxpar.plan.parameters import ParamKind, dim_sizes, param_kinds
 
 _TABLES = ("embedding", "head")
@@ -39,28 +39,25 @@ def _values_kept(optim: OptimConfig, model: ModelConfig, kinds: Iterable[ParamKi
     sizes = dim_sizes(model)
     params = kept = 0.0
     for kind in kinds:
-        count = math.prod(sizes[dim] for dim in kind.dims)
-        params, kept = params + count, kept + count * _kept_of(optim, kind, sizes)
+        shape = tuple(sizes[dim] for dim in kind.dims)
+        params, kept = params + math.prod(shape), kept + math.prod(shape) * _kept_of(optim, kind, shape)
     return kept / params if params else 0.0
 
 
-def _kept_of(optim: OptimConfig, kind: ParamKind, sizes: dict[str, int]) -> float:
-    view = view_of(kind.dims)
-    is_matrix = view.split is not None
+def _kept_of(optim: OptimConfig, kind: ParamKind, shape: tuple[int, ...]) -> float:
     if optim.name == "adafactor":
-        return (1.0 if optim.momentum else 0.0) + _second_moment(optim, kind, sizes)
+        return (1.0 if optim.momentum else 0.0) + _second_moment(optim, kind, shape)
     if optim.name == "muon":
-        own = is_matrix and kind.group not in (*_TABLES, "positions") and not kind.name.endswith("bias")
-        return 1.0 if own else 2.0
+        return 1.0 if is_hidden_matrix(kind.name, kind.dims) else 2.0
     if optim.name == "sgd":
         return 1.0 if optim.momentum else 0.0
     return 1.0 if optim.name == "lion" else 2.0
 
 
-def _second_moment(optim: OptimConfig, kind: ParamKind, sizes: dict[str, int]) -> float:
+def _second_moment(optim: OptimConfig, kind: ParamKind, shape: tuple[int, ...]) -> float:
     """Values of adafactor's second moment per parameter: (m + n) / (m n) for an [m, n] matrix that is factored."""
     view = view_of(kind.dims)
-    if view.split is None or not optim.factored:
+    if not is_factored(optim, view, shape):
         return 1.0
-    rows, columns = (math.prod(sizes[kind.dims[d]] for d in dims) for dims in (view.row_dims, view.column_dims))
-    return (rows + columns) / (rows * columns) if min(rows, columns) >= optim.min_factored_dim else 1.0
+    rows, columns = view.count(shape, view.row_dims), view.count(shape, view.column_dims)
+    return (rows + columns) / (rows * columns)

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from jaxpar.config.schema import OptimConfig
+
 STACKED = ("layers", "dense_layers", "moe_layers", "experts")
 """Leading logical axes that stack independent parameters, each of which an optimizer must see by itself."""
 
@@ -88,6 +90,13 @@ def view_of(logical_axes: tuple[str, ...], vocab_size: int | None = None) -> Vie
         padded_dim=vocab,
         true_size=vocab_size if vocab is not None else None,
     )
+
+
+def is_factored(optim: OptimConfig, view: View, shape: Sequence[int]) -> bool:
+    """Whether row and column means stand for the second moment that adafactor keeps of a parameter."""
+    if not optim.factored or view.split is None:
+        return False
+    return min(view.count(shape, view.row_dims), view.count(shape, view.column_dims)) >= optim.min_factored_dim
 
 
 def is_hidden_matrix(name: str, logical_axes: tuple[str, ...]) -> bool:

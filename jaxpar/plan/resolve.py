@@ -9,7 +9,7 @@ from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.schema import AXES, Config
 from jaxpar.plan.facts import BATCH_AXES, Facts, gather_facts
 from jaxpar.plan.parameters import padded_vocab_size, padding_param_count, param_count
-from jaxpar.plan.rules import OWN_RULES, find_problems, find_warnings
+from jaxpar.plan.rules import OWN_RULES, RULES, Rule, find_problems, find_warnings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,7 @@ def check(
         ConfigError: Every problem found.
     """
     facts = gather_facts(config, num_devices=num_devices, num_rows=num_rows, tokenizer_vocab_size=tokenizer_vocab_size)
-    if problems := find_problems(facts):
-        raise ConfigError(problems)
-    return tuple(find_warnings(facts))
+    return _checked(facts, RULES)
 
 
 def resolve(
@@ -88,6 +86,42 @@ def resolve(
     facts = gather_facts(config, num_devices=num_devices, num_rows=num_rows, tokenizer_vocab_size=tokenizer_vocab_size)
     if problems := find_problems(facts) or _unknowns(facts):
         raise ConfigError(problems)
+    model = facts.model
+    return _plan(
+        facts,
+        tokens_per_step=facts.config.train.global_batch_size * facts.config.data.seq_len,
+        padded_vocab_size=padded_vocab_size(model),
+        num_params=param_count(model),
+        num_padding_params=padding_param_count(model),
+    )
+
+
+def check_own(config: Config, *, num_devices: int | None = None, num_rows: int | None = None) -> tuple[str, ...]:
+    """As ``check``, for a run with a user's own module and data."""
+    facts = _own_facts(config, num_devices, num_rows)
+    return _checked(facts, OWN_RULES)
+
+
+def resolve_own(config: Config, *, num_devices: int, num_rows: int | None = None) -> ResolvedPlan:
+    """As ``resolve``, for a run with a user's own module and data.
+
+    What only a decoder has is 0: vocabulary, parameters. A token stands for a row.
+    """
+    facts = _own_facts(config, num_devices, num_rows)
+    _checked(facts, OWN_RULES)
+    rows = config.train.global_batch_size
+    return _plan(facts, tokens_per_step=rows, padded_vocab_size=0, num_params=0, num_padding_params=0)
+
+
+def _checked(facts: Facts, rules: tuple[Rule, ...]) -> tuple[str, ...]:
+    """Warnings; raises what is wrong."""
+    if problems := find_problems(facts, rules):
+        raise ConfigError(problems)
+    return tuple(find_warnings(facts))
+
+
+def _plan(facts: Facts, **numbers: int) -> ResolvedPlan:
+    """The plan of legal facts; ``numbers`` are those of the model."""
     config, train = facts.config, facts.config.train
     batch_shards = facts.axes_product(BATCH_AXES)
     rows_per_microbatch = train.global_batch_size // train.microbatches
@@ -98,44 +132,8 @@ def resolve(
         batch_shards=batch_shards,
         rows_per_microbatch=rows_per_microbatch,
         rows_per_device=rows_per_microbatch // batch_shards,
-        tokens_per_step=train.global_batch_size * config.data.seq_len,
-        padded_vocab_size=padded_vocab_size(config.model),
-        num_params=param_count(config.model),
-        num_padding_params=padding_param_count(config.model),
         warnings=tuple(find_warnings(facts)),
-    )
-
-
-def check_own(config: Config, *, num_devices: int | None = None, num_rows: int | None = None) -> tuple[str, ...]:
-    """As ``check``, for a run with a user's own module and data."""
-    facts = _own_facts(config, num_devices, num_rows)
-    if problems := find_problems(facts, OWN_RULES):
-        raise ConfigError(problems)
-    return tuple(find_warnings(facts))
-
-
-def resolve_own(config: Config, *, num_devices: int, num_rows: int | None = None) -> ResolvedPlan:
-    """As ``resolve``, for a run with a user's own module and data.
-
-    What only a decoder has is 0: vocabulary, parameters. A token stands for a row.
-    """
-    facts = _own_facts(config, num_devices, num_rows)
-    if problems := find_problems(facts, OWN_RULES):
-        raise ConfigError(problems)
-    batch_shards = facts.axes_product(BATCH_AXES)
-    rows_per_microbatch = config.train.global_batch_size // config.train.microbatches
-    return ResolvedPlan(
-        config=config,
-        mesh=facts.mesh,
-        num_devices=facts.axes_product(AXES),
-        batch_shards=batch_shards,
-        rows_per_microbatch=rows_per_microbatch,
-        rows_per_device=rows_per_microbatch // batch_shards,
-        tokens_per_step=config.train.global_batch_size,
-        padded_vocab_size=0,
-        num_params=0,
-        num_padding_params=0,
-        warnings=tuple(find_warnings(facts)),
+        **numbers,
     )
 
 

@@ -21,28 +21,12 @@ from jaxpar.plan.pipeline_warnings import pipeline_warnings
 Rule = Callable[[Facts], Iterator[Problem]]
 """Yields what is wrong; nothing if the rule holds, or needs a fact that is not known yet."""
 
-LAYOUT_RULES: tuple[Rule, ...] = (
+_MESH_RULES: tuple[Rule, ...] = (
     mesh_rules.axis_sizes,
     mesh_rules.one_rest_axis,
     mesh_rules.rest_axis_divides,
     mesh_rules.mesh_product,
-    mesh_rules.axis_shards_something,
-    mesh_rules.strategy_shards_something,
-    model_rules.dims_complete,
-    model_rules.kv_heads_divide_heads,
-    model_rules.head_dim_even,
-    model_rules.rope_scaling_order,
-    model_rules.positions_fit,
-    model_rules.experts_consistent,
-    model_rules.layers_divide_stages,
-    model_rules.chunks_need_interleaving,
-    model_rules.microbatches_fill_stages,
-    model_rules.stages_repeat_their_forward_pass,
-    model_rules.param_dims_divide,
-    model_rules.sequence_divides,
-    run_rules.batch_divides,
 )
-"""What makes a layout legal, whether or not the trainer can do it yet: the rules of ``jaxpar plan``."""
 
 MODEL_RULES: tuple[Rule, ...] = (
     model_rules.dims_complete,
@@ -54,30 +38,52 @@ MODEL_RULES: tuple[Rule, ...] = (
 )
 """What makes a model whole, whatever the mesh: the rules of a search, and of inference."""
 
-RULES: tuple[Rule, ...] = (
-    mesh_rules.axis_sizes,
-    mesh_rules.one_rest_axis,
-    mesh_rules.rest_axis_divides,
-    mesh_rules.mesh_product,
-    mesh_rules.device_count_agrees,
-    mesh_rules.axis_shards_something,
-    mesh_rules.strategy_shards_something,
-    support_rules.pipeline_with_other_axes,
-    support_rules.context_combinations,
-    support_rules.capacity_over_context,
-    model_rules.dims_complete,
-    model_rules.kv_heads_divide_heads,
-    model_rules.head_dim_even,
-    model_rules.rope_scaling_order,
-    model_rules.positions_fit,
-    model_rules.vocabulary_holds_tokenizer,
-    model_rules.experts_consistent,
+_SHARDING_RULES: tuple[Rule, ...] = (
     model_rules.layers_divide_stages,
     model_rules.chunks_need_interleaving,
     model_rules.microbatches_fill_stages,
     model_rules.stages_repeat_their_forward_pass,
     model_rules.param_dims_divide,
     model_rules.sequence_divides,
+)
+"""What makes a model fit a mesh."""
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    *_MESH_RULES,
+    mesh_rules.axis_shards_something,
+    mesh_rules.strategy_shards_something,
+    *MODEL_RULES,
+    *_SHARDING_RULES,
+    run_rules.batch_divides,
+)
+"""What makes a layout legal, whether or not the trainer can do it yet: the rules of ``jaxpar plan``."""
+
+_OPTIMIZER_RULES: tuple[Rule, ...] = (
+    optim_rules.settings_are_used,
+    optim_rules.adamw_lr_has_a_ratio,
+    optim_rules.average_exists,
+)
+
+_RUN_RULES: tuple[Rule, ...] = (
+    run_rules.processes_find_each_other,
+    run_rules.paths_are_on_file_systems,
+    run_rules.run_directory_usable,
+    run_rules.resume_exists,
+    run_rules.best_checkpoints_have_a_metric,
+)
+"""Processes, files and checkpoints of any run."""
+
+RULES: tuple[Rule, ...] = (
+    *_MESH_RULES,
+    mesh_rules.device_count_agrees,
+    mesh_rules.axis_shards_something,
+    mesh_rules.strategy_shards_something,
+    support_rules.pipeline_with_other_axes,
+    support_rules.context_combinations,
+    support_rules.capacity_over_context,
+    *MODEL_RULES,
+    model_rules.vocabulary_holds_tokenizer,
+    *_SHARDING_RULES,
     remat_rules.saved_activations_exist,
     remat_rules.offload_needs_a_host,
     run_rules.batch_divides,
@@ -90,38 +96,22 @@ RULES: tuple[Rule, ...] = (
     run_rules.validation_has_data,
     run_rules.steps_in_order,
     run_rules.profile_is_reached,
-    optim_rules.settings_are_used,
-    optim_rules.adamw_lr_has_a_ratio,
-    optim_rules.average_exists,
-    run_rules.processes_find_each_other,
-    run_rules.paths_are_on_file_systems,
-    run_rules.run_directory_usable,
-    run_rules.resume_exists,
-    run_rules.best_checkpoints_have_a_metric,
+    *_OPTIMIZER_RULES,
+    *_RUN_RULES,
     run_rules.init_from_exists,
 )
 """Every rule of a run, in the order in which its problems are printed."""
 
-
 OWN_RULES: tuple[Rule, ...] = (
-    mesh_rules.axis_sizes,
-    mesh_rules.one_rest_axis,
-    mesh_rules.rest_axis_divides,
-    mesh_rules.mesh_product,
+    *_MESH_RULES,
     mesh_rules.device_count_agrees,
     own_rules.own_axes,
     own_rules.own_settings,
     run_rules.batch_divides,
     run_rules.rows_fill_a_batch,
     run_rules.steps_in_order,
-    optim_rules.settings_are_used,
-    optim_rules.adamw_lr_has_a_ratio,
-    optim_rules.average_exists,
-    run_rules.processes_find_each_other,
-    run_rules.paths_are_on_file_systems,
-    run_rules.run_directory_usable,
-    run_rules.resume_exists,
-    run_rules.best_checkpoints_have_a_metric,
+    *_OPTIMIZER_RULES,
+    *_RUN_RULES,
 )
 """The rules of a run with a user's own module and data."""
 

@@ -85,29 +85,25 @@ def test_interrupted_then_preempted_then_done(config):
 
 
 @pytest.mark.proof
-def test_interrupted_before_the_first_step(config):
+@pytest.mark.parametrize(
+    ("number", "code", "last_words"),
+    [
+        (signal.SIGINT, 130, "interrupted\n"),
+        # Most likely inside the compiler: it ends at once, and a scheduler starts it again.
+        (signal.SIGTERM, 75, "preempted while no step ran; the same command goes on from what is saved\n"),
+    ],
+    ids=["interrupted", "preempted"],
+)
+def test_told_to_stop_before_the_first_step(config, number, code, last_words):
     """Nothing is saved, and the same command starts anew."""
     process = start("train", config, cwd=config.parent)
     with ended(process):
         wait_until((config.parent / "run" / "log.txt").exists, process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         result = finish(process)
-    assert result.code == 130
-    assert result.err.endswith("interrupted\n")
+    assert result.code == code
+    assert result.err.endswith(last_words)
     assert "Traceback" not in result.err
-    assert saved_steps(config.parent / "run") == []
-
-
-@pytest.mark.proof
-def test_preempted_before_the_first_step(config):
-    """Most likely inside the compiler: it ends at once, and a scheduler starts it again."""
-    process = start("train", config, cwd=config.parent)
-    with ended(process):
-        wait_until((config.parent / "run" / "log.txt").exists, process)
-        process.send_signal(signal.SIGTERM)
-        result = finish(process)
-    assert result.code == 75
-    assert result.err.endswith("preempted while no step ran; the same command goes on from what is saved\n")
     assert saved_steps(config.parent / "run") == []
 
 

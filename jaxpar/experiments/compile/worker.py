@@ -19,6 +19,7 @@ from jaxpar.audit import Collective, ProgramReport, audit, capture_compiler_warn
 from jaxpar.audit.hlo import Instruction, parse_module
 from jaxpar.audit.program_lints import hidden_share
 from jaxpar.config import load_config
+from jaxpar.experiments.children import end_with_parent
 from jaxpar.experiments.compile.findings import find_lints
 from jaxpar.experiments.compile.outcome import CollectiveRow, CompileOutcome
 from jaxpar.experiments.compile.pretend import as_if_on
@@ -32,6 +33,7 @@ GPU_OPTIONS: dict[str, bool | int | str] = {"xla_gpu_autotune_level": 0}
 
 def main(request: str, result: str) -> None:
     """Compiles what the request file says and writes the outcome."""
+    end_with_parent()
     asked = json.loads(Path(request).read_text())
     target = _target(asked["target"])
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
