@@ -17,7 +17,7 @@ from jaxpar.cli.output import check_writable, output_console, stdout_to_stderr
 from jaxpar.cli.sizes import parse_bytes, readable_bytes
 from jaxpar.config import ConfigError, Problem, load_config
 from jaxpar.config.overrides import in_order, split_path
-from jaxpar.experiments.links import OPS, Measurement
+from jaxpar.experiments.links import OPS, Measured, Measurement, cluster_text, link_bandwidths
 
 EPILOG = """
 Examples:
@@ -77,22 +77,21 @@ def collectives(
         os._exit(INTERRUPTED)
     if config.runtime.process_id != 0:
         return
-    links = importlib.import_module("jaxpar.experiments.links")
     if out is not None:
-        out.write_text(links.cluster_text(measured), encoding="utf-8")
+        out.write_text(cluster_text(measured), encoding="utf-8")
     if as_json:
         report = {
             "by": measured.by,
             "device_kind": measured.device_kind,
             "devices": measured.num_devices,
             "nodes": measured.num_nodes,
-            "links_bytes_per_s": links.link_bandwidths(measured),
+            "links_bytes_per_s": link_bandwidths(measured),
             "collectives": [_as_json(found) for found in measured.measurements],
             "cluster_file": str(out) if out is not None else None,
         }
         typer.echo(json.dumps(report))
     else:
-        _print(measured, links.link_bandwidths(measured))
+        _print(measured, link_bandwidths(measured))
         if out is not None:
             typer.echo(f"{out}: use it with jaxpar plan CONFIG --cluster {out}")
     if not measured.measurements:
@@ -139,7 +138,7 @@ def _as_json(found: Measurement) -> dict:
     }
 
 
-def _print(measured: object, bandwidths: dict[str, float]) -> None:
+def _print(measured: Measured, bandwidths: dict[str, float]) -> None:
     console = output_console(highlight=False)
     table = Table(box=None, title=measured.by, title_justify="left")
     for column in ("axis", "collective"):

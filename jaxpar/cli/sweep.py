@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jaxpar.cli.exit_codes import DONE, FAILED, INTERRUPTED
 from jaxpar.cli.output import check_writable, output_console
+from jaxpar.experiments.machine import NVIDIA_DEVICE
 
 EPILOG = """
 A sweep file:
@@ -40,7 +41,6 @@ Exit codes: 0 done, 1 no trial worked, 2 bad sweep file, 130 interrupted (finish
 """
 
 _GIB = 2**30
-_NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
 def sweep(
@@ -56,7 +56,7 @@ def sweep(
     module = importlib.import_module("jaxpar.experiments.sweep")
     plots = importlib.import_module("jaxpar.experiments.sweep_plots")
     check_writable("--best", best)
-    asked = file.read_sweep(path, fake_devices=not _NVIDIA_DEVICE.exists())
+    asked = file.read_sweep(path, fake_devices=not NVIDIA_DEVICE.exists())
     rows, interrupted = module.run_sweep(asked, retry=retry, say=lambda line: typer.echo(line, err=True))
     picture = asked.out / plots.PLOTS
     drawn = plots.save_plots(rows, picture)

@@ -13,13 +13,10 @@ from jaxpar.config.schema import AXES
 from jaxpar.experiments.collectives import count_hosts, measure
 from jaxpar.experiments.links import Measured, Measurement
 from jaxpar.mesh import make_mesh
-from jaxpar.plan import mesh_rules
 from jaxpar.plan.facts import gather_facts
-from jaxpar.plan.rules import find_problems
+from jaxpar.plan.rules import MESH_RULES, find_problems
 from jaxpar.runtime.self_test import self_test
 from jaxpar.runtime.start import Processes, meet, start, stop
-
-_RULES = (mesh_rules.axis_sizes, mesh_rules.one_rest_axis, mesh_rules.rest_axis_divides, mesh_rules.mesh_product)
 
 
 def bench(
@@ -65,6 +62,6 @@ def _mesh_sizes(config: Config, processes: Processes) -> dict[str, int]:
         nodes = count_hosts(socket.gethostname())
         return {"data": nodes, "fsdp": processes.global_devices // nodes}
     facts = gather_facts(config, num_devices=processes.global_devices)
-    if problems := find_problems(facts, _RULES):
+    if problems := find_problems(facts, MESH_RULES):
         raise ConfigError(problems)
     return facts.mesh

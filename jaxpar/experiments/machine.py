@@ -38,7 +38,8 @@ VARIABLES = (
 )  # fmt: skip
 """Of the environment, what changes how a run starts. All of it is printed, so nothing secret is here."""
 
-_NVIDIA_DEVICE = Path("/dev/nvidiactl")
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+"""There wherever the driver has found a GPU."""
 _INFINIBAND = Path("/sys/class/infiniband")
 _TOPOLOGY = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """Names of nvidia-smi for how two GPUs reach each other without NVLink: one PCIe switch, several, the host bridge, one
@@ -60,7 +61,7 @@ def gather(config: Config, *, nvml: ModuleType | None, timeout_s: float = 120) -
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "packages": installed(),
-        "has_nvidia_device": _NVIDIA_DEVICE.exists(),
+        "has_nvidia_device": NVIDIA_DEVICE.exists(),
         "nvidia": read_nvml(nvml) if nvml is not None else None,
         "jax": ask_jax(config, timeout_s),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},

@@ -21,12 +21,13 @@ from jaxpar.plan.pipeline_warnings import pipeline_warnings
 Rule = Callable[[Facts], Iterator[Problem]]
 """Yields what is wrong; nothing if the rule holds, or needs a fact that is not known yet."""
 
-_MESH_RULES: tuple[Rule, ...] = (
+MESH_RULES: tuple[Rule, ...] = (
     mesh_rules.axis_sizes,
     mesh_rules.one_rest_axis,
     mesh_rules.rest_axis_divides,
     mesh_rules.mesh_product,
 )
+"""What makes a mesh one of the devices that are there."""
 
 MODEL_RULES: tuple[Rule, ...] = (
     model_rules.dims_complete,
@@ -49,7 +50,7 @@ _SHARDING_RULES: tuple[Rule, ...] = (
 """What makes a model fit a mesh."""
 
 LAYOUT_RULES: tuple[Rule, ...] = (
-    *_MESH_RULES,
+    *MESH_RULES,
     mesh_rules.axis_shards_something,
     mesh_rules.strategy_shards_something,
     *MODEL_RULES,
@@ -74,7 +75,7 @@ _RUN_RULES: tuple[Rule, ...] = (
 """Processes, files and checkpoints of any run."""
 
 RULES: tuple[Rule, ...] = (
-    *_MESH_RULES,
+    *MESH_RULES,
     mesh_rules.device_count_agrees,
     mesh_rules.axis_shards_something,
     mesh_rules.strategy_shards_something,
@@ -103,7 +104,7 @@ RULES: tuple[Rule, ...] = (
 """Every rule of a run, in the order in which its problems are printed."""
 
 OWN_RULES: tuple[Rule, ...] = (
-    *_MESH_RULES,
+    *MESH_RULES,
     mesh_rules.device_count_agrees,
     own_rules.own_axes,
     own_rules.own_settings,
