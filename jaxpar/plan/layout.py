@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from jaxpar.config.schema import TrainConfig
 from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.facts import Facts
 from jaxpar.schedule import split_layers
@@ -32,8 +33,8 @@ SAVED_WORK = {
 """Share of full recomputation that keeping an activation saves (``train.remat_save``), in a block of Llama's
 proportions with rows of some thousand tokens."""
 
-DEFAULT_SAVE = ("query", "key", "value", "attention", "attention_out")
-"""Default of ``train.remat_save``: half of the work of full."""
+DEFAULT_SAVE = TrainConfig().remat_save
+"""Half of the work of full."""
 
 
 def recompute_share(remat: Remat, save: Sequence[str] = DEFAULT_SAVE) -> float:

@@ -16,6 +16,7 @@ from jaxpar.plan import (
     support_rules,
 )
 from jaxpar.plan.facts import Facts
+from jaxpar.plan.layout import DEFAULT_SAVE
 from jaxpar.plan.pipeline_warnings import pipeline_warnings
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -137,7 +138,7 @@ def find_warnings(facts: Facts) -> list[str]:
             f"optim.decay_steps = {optim.decay_steps} does nothing: optim.schedule is {optim.schedule!r}, not 'wsd'",
         ),
         (
-            train.remat not in ("selective", "offload") and train.remat_save != type(train)().remat_save,
+            train.remat not in ("selective", "offload") and train.remat_save != DEFAULT_SAVE,
             f"train.remat_save does nothing: train.remat is {train.remat!r}, neither 'selective' nor 'offload'",
         ),
         (
