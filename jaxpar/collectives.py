@@ -103,7 +103,9 @@ def _replayed(body: Callable, in_specs: object, out_specs: object, check_vma: bo
     run = opaque(body, in_specs, out_specs)
     replayed = jax.custom_vjp(run)
     replayed.defvjp(lambda *args: (run(*args), args), backward)
-    return replayed
+    # Copies of arguments, of which the compiler makes none: of a value that a remat policy keeps, JAX 0.12 would think
+    # that the island has saved it, with the wrong shape of above.
+    return lambda *args: replayed(*jax.tree.map(jnp.copy, args))
 
 
 def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
