@@ -174,7 +174,13 @@ class OwnProgram(Program):
     @property
     def notes(self) -> list[str]:
         """For the log: what was chosen for this mesh."""
-        return list(self.options.notes)
+        notes = list(self.options.notes)
+        if self.mesh.shape["tensor"] > 1 and self.config.precision.reduce != self.config.precision.compute:
+            notes.append(
+                f"precision.reduce = {self.config.precision.reduce} is not promised: with a tensor axis the compiler "
+                "reduces the gradients of a module of your own, in the type that it computes them in"
+            )
+        return notes
 
     @cached_property
     def accumulate(self) -> Accumulate:
