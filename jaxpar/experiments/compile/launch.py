@@ -90,7 +90,8 @@ def program_config(config: Config) -> Config:
 
 def compiler_environment() -> dict[str, str]:
     """Of a process that compiles for GPUs: it has the compiler, sees no GPU (the plugin would look for one), compiles
-    afresh, and writes warnings."""
+    afresh, and writes warnings.
+    """
     child = environment(fake_devices=True)
     # Its own devices are set by the worker; what a cache holds is not compiled, and gives no warnings.
     for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES"):
