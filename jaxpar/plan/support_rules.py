@@ -24,14 +24,3 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
                 message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
                 remedy=f"set mesh.pipeline=1, or {key}={working}; pipeline goes with data, fsdp, context and tensor",
             )
-
-
-def capacity_over_context(facts: Facts) -> Iterator[Problem]:
-    """A capacity per row, where a row lies on several devices."""
-    if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:
-        yield Problem(
-            key="model.capacity_factor",
-            value=facts.model.capacity_factor,
-            message="counts the tokens of a row, which the context axis splits: not yet",
-            remedy="model.capacity_factor=0 (nothing is dropped), or mesh.context=1",
-        )
