@@ -56,8 +56,8 @@ class Evaluation:
 
 
 def trains_today(layout: Layout) -> bool:
-    """Whether the trainer can run such a layout already: a pipeline without experts and context, full sharding."""
-    return layout.pipeline == 1 or (layout.expert == layout.context == 1 and layout.strategy in ("none", "full"))
+    """Whether the trainer can run such a layout already: a pipeline without experts and context."""
+    return layout.pipeline == 1 or layout.expert == layout.context == 1
 
 
 def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
