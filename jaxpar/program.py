@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.compiler_options import CompilerOptions, choose_options
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.schema import Config, ModelConfig
-from jaxpar.families import FAMILIES
 from jaxpar.loss import next_token_loss
 from jaxpar.mesh import make_mesh
 from jaxpar.model.decoder import Decoder, Numerics
@@ -91,9 +90,7 @@ class Program:
             platform=mesh.devices.flat[0].platform,
         )
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
-        # Families with biases do: JAX 0.12 cannot keep their products inside a pipeline (shapes that "must match").
-        inner = Remat(mode="full") if FAMILIES[config.model.family].linear_bias else KEEP_NAMED
-        remat = inner if plan.mesh[PIPELINE_AXIS] > 1 else Remat.of(config.train)
+        remat = KEEP_NAMED if plan.mesh[PIPELINE_AXIS] > 1 else Remat.of(config.train)
         numerics = Numerics.of(
             config.precision,
             remat=remat,
