@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.plan.attention import AttentionChoice
+from jaxpar.plan.accelerator import KernelChoice
 from jaxpar.step import matmul_precision
 from tests.parity.harness import (
     assert_same,
@@ -114,7 +114,7 @@ kernel.defvjp(lambda *args: (kernel(*args), args), kernel_backward)
 
 
 def test_fused_attention_inside_stages_equals_one_device(monkeypatch):
-    monkeypatch.setattr("jaxpar.program.choose_attention", lambda *_: AttentionChoice(kernel="fake", reason=""))
+    monkeypatch.setattr("jaxpar.program.choose_attention", lambda *_: KernelChoice(kernel="fake", reason=""))
     monkeypatch.setattr("jaxpar.model.attention.fused_attention", lambda _, *arguments: kernel(*arguments))
     check(*QUICK["1f1b with data"])
 
