@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import attention_numerics
-import single_gpu
+import attention_numerics  # noqa: E402
+import single_gpu  # noqa: E402
 
 SMALL = attention_numerics.cases(small=True)
 
