@@ -10,9 +10,10 @@ under full, selective and dots remat. It assumes fused attention: no [S, S] scor
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
-from jaxpar.plan.layout import Layout, Strategy
+from jaxpar.plan.layout import SAVED_WORK, Layout, Strategy
 from jaxpar.plan.shape import ModelShape
 
 GIB = 2**30
@@ -102,22 +103,25 @@ def state_memory(
     return tuple(params * size / by for size, by in zip(sizes, split, strict=True))
 
 
-def microbatches_in_flight(layout: Layout) -> float:
-    """Stage inputs that the first stage holds, in microbatches of one chunk.
+def buffer_slots(layout: Layout) -> int:
+    """Stage inputs, and gradients of stage outputs, that a stage has room for: at least the slots of the table.
 
-    gpipe: m. 1f1b in lock step: min(m, 2p - 1). Interleaved with v chunks: min(v m, (v + 1) p - 3), at least that of
-    1f1b. (The asynchronous forms, min(m, p) and p v + p - 1 of arXiv 2104.04473, need fewer: a schedule that runs on
-    all stages at once has its arrivals wait.)
+    With m microbatches in g groups of at most s = ceil(m / g) that pass a chunk together (g = m // p; breadth first: 1)
+    (v - 1) s + min(m + 1, 2p - 3) activations and (v - 1) (s - p) + 1 gradients; gpipe m + 1 and m. (Asynchronous
+    schedules, min(m, p) and p v + p - 1 in arXiv 2104.04473, need fewer: in lock step arrivals wait.)
     """
     stages, m, chunks = layout.pipeline, layout.microbatches, layout.chunks
     if stages == 1:
-        return 1.0
+        return 0
     if layout.schedule == "gpipe":
-        return m
-    lock_step = 2 * stages - 1
+        return m + (m if stages == 2 else m + 1)
+    turning = min(m + 1, 2 * stages - 3)
     if chunks == 1:
-        return min(m, lock_step)
-    return min(chunks * m, max(lock_step, (chunks + 1) * stages - 3))
+        return turning + 1
+    groups = 1 if layout.schedule == "breadth_first" else max(1, m // stages)
+    size = math.ceil(m / groups)
+    late = (size - stages) * (chunks - 1 if groups > 1 else 1)
+    return (chunks - 1) * size + turning + max(1, late + 1)
 
 
 def kept_per_token(shape: ModelShape, layout: Layout) -> float:
@@ -243,7 +247,10 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
         return blocks * kept
     value = 4 if layout.precision == "float32" else 2
     stage_input = layout.tokens * shape.embed_dim * value / layout.tensor
-    return microbatches_in_flight(layout) * stage_input + blocks / layout.chunks * kept
+    # A chunk that goes back keeps all that has a name, whatever waits between the stages.
+    at_work = dataclasses.replace(layout, remat="selective", remat_save=tuple(SAVED_WORK))
+    kept = layout.tokens * kept_per_token(shape, at_work)
+    return buffer_slots(layout) * stage_input + blocks / layout.chunks * kept
 
 
 def chunk_tokens(shape: ModelShape, layout: Layout, loss_chunk_tokens: int) -> float:
