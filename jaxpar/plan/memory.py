@@ -254,6 +254,22 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
     return buffer_slots(layout) * stage_input + blocks / layout.chunks * kept
 
 
+def _chunk_copies(shape: ModelShape, layout: Layout, per_param: StateBytes) -> float:
+    """What a stage holds of its blocks' matrices besides the state, sharded as they are.
+
+    The float32 gradients of the chunk that goes back, before they are added to the sum (``_whole_gradients`` has those
+    of ``optimizer``); and, where layers run on other stages than those that keep them, the layers that it runs.
+    """
+    if layout.pipeline == 1:
+        return 0.0
+    layers_share = layout.stage_layers(shape.num_layers) / shape.num_layers / layout.tensor
+    dense = shape.block_params * layers_share / layout.weight_shards
+    experts = shape.routed_params * layers_share / layout.expert / max(1, layout.weight_shards // layout.expert)
+    grads = 0.0 if layout.strategy == "optimizer" else 4 / layout.chunks
+    moved = per_param.params if layout.chunks > 1 or layout.places else 0.0
+    return (dense + experts) * (grads + moved)
+
+
 def chunk_tokens(shape: ModelShape, layout: Layout, loss_chunk_tokens: int) -> float:
     """Tokens whose logits exist at one time on a device."""
     shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
@@ -288,8 +304,10 @@ def training_memory(
     whole_copy = (dense + experts) * value if layout.strategy in ("optimizer", "grads") else 0.0
     vocab_shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
     table = shape.padded_vocab_size * shape.embed_dim * value / vocab_shards
-    # Without reduce-scatters by block: one block's matrices cast or sliced out, and their gradients.
-    live = (LIVE_BLOCKS if has_scatters else 2) * value * _block_params(shape, layout)
+    # Without reduce-scatters by block: one block's matrices cast or sliced out, and their gradients. In a stage: those
+    # of this block and the next, while the gradients are the chunk's.
+    copies = LIVE_BLOCKS if has_scatters and layout.pipeline == 1 else 2
+    live = copies * value * _block_params(shape, layout) + _chunk_copies(shape, layout, state)
     moe = shape.num_experts > 0
     width = 10 * _mlp_values(shape) + 12 * shape.embed_dim * (1 + (shape.top_k if moe else 0) / 4)
     intermediates = layout.tokens * width * value / 2 / layout.tensor

@@ -61,6 +61,7 @@ def test_weights_are_gathered_in_the_loops_in_the_compute_type(compiled):
 
 
 def test_memory_is_what_the_arithmetic_says(compiled):
+    """With few layers per stage; with 8 the copies of transposed weights that XLA keeps are 6% (tests/plan)."""
     assert abs(compiled["difference"]) <= 0.05, compiled["difference"]
 
 
@@ -74,7 +75,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches():
 def test_attention_runs_forward_three_times(compiled):
     """In the forward lane, in the backward lane, and for its log-sums; a tokamax kernel's backward pass is two."""
     calls = compiled["custom_calls"]
-    if "mosaic_gpu_v2" in calls:
-        assert calls["mosaic_gpu_v2"] == 3 + 2
+    if tokamax := sum(count for name, count in calls.items() if name.startswith("mosaic_gpu")):
+        assert tokamax == 3 + 2
     else:
         assert (calls["__cudnn$fmhaSoftmax"], calls["__cudnn$fmhaSoftmaxBackward"]) == (3, 1)
