@@ -10,8 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import attention_numerics  # noqa: E402
-import single_gpu  # noqa: E402
+import attention_numerics
+import single_gpu
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
