@@ -10,11 +10,10 @@ from jaxpar.plan.facts import Facts
 
 def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
     """What is not proven to give the same result inside a pipeline."""
-    num_stages, config = facts.mesh.get("pipeline", 1), facts.config
+    num_stages = facts.mesh.get("pipeline", 1)
     others = (
         ("mesh.expert", facts.mesh.get("expert", 1), 1),
         ("model.num_experts", facts.model.num_experts, 0),
-        ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
     )
     for key, value, working in others:
         if num_stages > 1 and value != working:
@@ -26,12 +25,15 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def capacity_over_context(facts: Facts) -> Iterator[Problem]:
-    """A capacity per row, where a row lies on several devices."""
-    if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:
+def strategy_over_other_axes(facts: Facts) -> Iterator[Problem]:
+    """Stages with whole weights compute on rows alone: what splits weights must split nothing but rows."""
+    strategy = facts.config.mesh.fsdp_strategy
+    others = {axis: facts.mesh.get(axis, 1) for axis in ("context", "expert") if facts.mesh.get(axis, 1) > 1}
+    if facts.mesh.get("pipeline", 1) > 1 and others and strategy != "full":
+        named = " and ".join(f"mesh.{axis} = {size}" for axis, size in others.items())
         yield Problem(
-            key="model.capacity_factor",
-            value=facts.model.capacity_factor,
-            message="counts the tokens of a row, which the context axis splits: not yet",
-            remedy="model.capacity_factor=0 (nothing is dropped), or mesh.context=1",
+            key="mesh.fsdp_strategy",
+            value=strategy,
+            message=f"in a pipeline together with {named}: not yet",
+            remedy='set mesh.fsdp_strategy="full"',
         )

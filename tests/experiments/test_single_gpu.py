@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import attention_numerics
 import single_gpu
 
-ROOT, SCRIPTS = single_gpu.SCRIPTS.parent, single_gpu.SCRIPTS
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
 SMALL = attention_numerics.cases(small=True)
 
 

@@ -1,4 +1,4 @@
-"""A user's module, compiled for 8 H100s in a process of its own: ``python -m tests.h100.own_step KEY=VALUE... FILE``.
+"""A user's own module, compiled for 8 H100s in its own process: ``python -m tests.h100.own_step KEY=VALUE... FILE``.
 
 A residual network as anybody would write it, with weights large enough that their collectives matter.
 """
