@@ -12,7 +12,7 @@ from jaxpar.plan.topology import make_cluster
 from jaxpar.plan.variations import variations
 
 H100 = "NVIDIA H100 80GB HBM3"
-SMALL = ("model.preset=llama-3.1-8b", "mesh.pipeline=2", "mesh.fsdp=4")
+SMALL = ("model.preset=llama-3.1-8b", "mesh.pipeline=4", "mesh.fsdp=4")
 LARGE = ("model.preset=llama-3.1-70b", "mesh.pipeline=8", "mesh.fsdp=8")
 BATCH = ("train.global_batch_size=512", "train.microbatches=32", "data.seq_len=4096")
 
@@ -63,16 +63,17 @@ def test_what_is_asked_for_is_done_and_nothing_said_where_nothing_is_gathered():
 
 
 def test_whole_weights_and_gradients_of_a_stage_are_counted():
-    """8 B parameters on 2 stages, bfloat16: a copy of 2 bytes, gradients of 2 (of a microbatch) and 4 (their sum)."""
+    """8 B parameters on 4 stages, bfloat16: a copy of 2 bytes, gradients of 2 (of a microbatch) and 4 (their sum)."""
     (_, often), (_, once) = (
         planned(*SMALL, "pipeline.gather=per_microbatch"),
         planned(*SMALL, "pipeline.gather=per_step"),
     )
-    params = shape_of(facts_of(*SMALL).model).block_params / 2
+    params = shape_of(facts_of(*SMALL).model).block_params / 4
     more = once.memory.total_bytes - often.memory.total_bytes
-    assert more == pytest.approx((2 + 2 + 4 - 4 / 4) * params, rel=0.15)
+    assert more == pytest.approx((2 + 2 + 4 - (4 + 4) / 4) * params, rel=0.2)
     sent = [sum(c.bytes for c in plan.time.collectives if c.axis == "fsdp") for plan in (often, once)]
-    assert sent[0] == pytest.approx((2 * 2 + 4) / (2 + 4) * 32 * sent[1])
+    # Forward lane, backward lane and its recomputation gather; both ways scatter float32.
+    assert sent[0] == pytest.approx(32 * (3 * 2 + 4) / (2 + 4) * sent[1])
 
 
 def test_overrides_give_the_layout_that_they_are_of():
