@@ -249,7 +249,7 @@ def test_compile_reads_the_real_step():
     """On fake CPU devices, which need no wheels; the GPU programs are in tests/h100."""
     compiled = report_of(*COMPILED, "--compile", "cpu")["compiled"]
     assert "fake CPU devices" in compiled["target"]
-    wanted = {"op", "axis", "loop", "trips", "count", "bytes", "dtype", "async", "overlapped"}
+    wanted = {"op", "axis", "loop", "trips", "count", "bytes", "dtype", "async", "overlapped", "products"}
     assert all(row.keys() == wanted for row in compiled["collectives"])
     gathers = [row for row in compiled["collectives"] if row["op"] == "all-gather" and row["loop"]]
     assert {(row["axis"], row["loop"], row["trips"], row["count"]) for row in gathers} == {
