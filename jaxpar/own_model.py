@@ -144,6 +144,7 @@ class OwnProgram(Program):
             mesh=mesh,
             attention=None,
             grouped=None,
+            gather=None,
             options=choose_options(config, mesh),
             definition=definition,
             optimizer=make_optimizer(config.optim, definition.logical_axes, compute=config.precision.compute),
