@@ -1,5 +1,5 @@
-"""The coefficients of the balance and z losses multiply: gradients are linear in them, reach the router, and are those of
-one device whatever the mesh and the accumulation."""
+"""The coefficients of the balance and z losses multiply: gradients are linear in them, reach the router, and are those
+of one device whatever the mesh and the accumulation."""
 
 import functools
 
