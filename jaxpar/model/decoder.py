@@ -315,14 +315,14 @@ class Decoder(nnx.Module):
         num_layers = jax.tree.leaves(weights)[0].shape[0]
         numbers_l = None if keys_bs is None else jnp.arange(first_layer, first_layer + num_layers, dtype=jnp.uint32)
 
-        def layer(carry: tuple, inputs: tuple[nnx.State, jax.Array | None, jax.Array | None]) -> tuple[tuple, Routing]:
-            (x, info, keys_bs), (weights, present, number) = carry, inputs
+        # Closed over, not carried: what a scan carries is kept for the backward pass once per layer.
+        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None, jax.Array | None]) -> tuple:
+            weights, present, number = inputs
             keys = None if number is None else layer_keys(keys_bs, number)
             y, routing = nnx.merge(graph, weights)(x, info, keys)
-            return ((y if present is None else jnp.where(present, y, x)), info, keys_bs), routing
+            return (y if present is None else jnp.where(present, y, x)), routing
 
-        carry = (x_bsd, info, keys_bs)
-        (x_bsd, *_), routing = jax.lax.scan(self.numerics.remat.wrap(layer), carry, (weights, present_l, numbers_l))
+        x_bsd, routing = jax.lax.scan(self.numerics.remat.wrap(layer), x_bsd, (weights, present_l, numbers_l))
         return x_bsd, routing
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:
