@@ -19,6 +19,7 @@ from jaxpar.collectives import current_mesh
 from jaxpar.config.schema import Config
 from jaxpar.loss import hidden_loss
 from jaxpar.mesh import used_axes
+from jaxpar.model.dropout import KEYS
 from jaxpar.placement import Placement
 from jaxpar.schedule import Schedule, build_schedule, split_layers
 from jaxpar.sharding import PIPELINE_AXIS
@@ -27,7 +28,7 @@ from jaxpar.step import Batch, Metrics, mean_over_tokens
 
 LAYERS = "layers"
 """Key of the stacked blocks among the decoder's parameters; the rest is what a pipeline calls its ends."""
-_PRESENT = "present"
+_NUMBERS, _PRESENT = "layer_numbers", "present"
 _REPLICA_AXES = ("data",)
 
 
@@ -59,7 +60,7 @@ class StagedDecoder:
         """As ``jaxpar.step.accumulate``: gradients of the mean loss over all tokens, and the means themselves."""
         run = pipeline.value_and_grad(self.schedule, **self._functions())
         result = run(self._staged(params[LAYERS]), _ends(params), dict(batch))
-        layer_grads = {name: grad for name, grad in result.weight_grads.items() if name != _PRESENT}
+        layer_grads = {name: result.weight_grads[name] for name in params[LAYERS]}
         grads = {LAYERS: jax.tree.map(self.placement.from_stages, layer_grads), **result.end_grads}
         return mean_over_tokens(grads, {"loss": result.loss + result.aux, **result.sums})
 
@@ -70,24 +71,25 @@ class StagedDecoder:
         return {name: sums[name] for name in ("cross_entropy", "tokens")}
 
     def _staged(self, layers: dict) -> dict:
-        """Weights by stage; with a mask of the places that hold a layer, if some hold none."""
-        staged = jax.tree.map(self.placement.to_stages, layers)
-        mask = self.placement.split.mask
-        return staged if mask.all() else {**staged, _PRESENT: reshard(jnp.asarray(mask), P(None, PIPELINE_AXIS))}
+        """Weights and numbers of layers by stage; with a mask of the places that hold one, if some hold none."""
+        split = self.placement.split
+        tables = {_NUMBERS: split.layer_of_place} | ({} if split.mask.all() else {_PRESENT: split.mask})
+        by_stage = {name: reshard(jnp.asarray(table), P(None, PIPELINE_AXIS)) for name, table in tables.items()}
+        return jax.tree.map(self.placement.to_stages, layers) | by_stage
 
     def _functions(self) -> dict[str, object]:
         """What ``jaxpar.pipeline`` runs, each on one microbatch; and the axes that only split its rows."""
         bind, train = self.definition.bind, self.config.train
 
         def embed(ends: dict, side: Mapping[str, jax.Array]) -> jax.Array:
-            return bind(ends).embedded(side["tokens"], side["positions"])
+            return bind(ends).embedded(side["tokens"], side["positions"], side.get(KEYS))
 
         def stage(weights: dict, x: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
             weights = dict(weights)
-            present = weights.pop(_PRESENT, None)
+            numbers, present = weights.pop(_NUMBERS), weights.pop(_PRESENT, None)
             decoder = bind({LAYERS: weights})
             info = decoder.sequence_info(side["positions"], side["segment_ids"])
-            return decoder.run_layers(x, info, present), jnp.float32(0)
+            return decoder.run_layers(x, info, side.get(KEYS), numbers, present), jnp.float32(0)
 
         def loss(ends: dict, y: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
             decoder = bind(ends)

@@ -281,44 +281,52 @@ class Decoder(nnx.Module):
             The states, and ``Routing`` with a leading L (blocks with experts); empty for a dense model.
         """
         info = self.sequence_info(positions_bs, segment_ids_bs)
+        x_bsd = self.embedded(tokens_bs, positions_bs, keys_bs)
         keys_bs = None if keys_bs is None else split_sequence(keys_bs)
-        x_bsd = dropped(self.embedded(tokens_bs, positions_bs), keys_bs, EMBEDDING, self.numerics.dropout)
         num_dense = 0
         if hasattr(self, "dense_layers"):
             num_dense = self.model.first_dense_layers
-            x_bsd, _ = self._run(self.dense_layers, x_bsd, info, keys_bs=keys_bs)
-        x_bsd, routing = self._run(self.layers, x_bsd, info, keys_bs=keys_bs, first_layer=num_dense)
+            x_bsd, _ = self._run(self.dense_layers, x_bsd, info, keys_bs, jnp.arange(num_dense))
+        numbers_l = jnp.arange(num_dense, self.model.num_layers)
+        x_bsd, routing = self._run(self.layers, x_bsd, info, keys_bs, numbers_l)
         return self.finish(x_bsd), routing
 
-    def run_layers(self, x_bsd: jax.Array, info: SequenceInfo, present_l: jax.Array | None = None) -> jax.Array:
+    def run_layers(
+        self,
+        x_bsd: jax.Array,
+        info: SequenceInfo,
+        keys_bs: jax.Array | None,
+        numbers_l: jax.Array,
+        present_l: jax.Array | None = None,
+    ) -> jax.Array:
         """The dense blocks of ``layers`` in turn, [B, S, D] -> [B, S, D]. Reads nothing else.
 
         Args:
             x_bsd: as between blocks.
             info: of the rows.
+            keys_bs: as in ``hidden_and_routing``.
+            numbers_l: int32 [L], number of each block in the model.
             present_l: bool [L]; where it is False there is no block, and whatever lies there changes nothing.
         """
-        return self._run(self.layers, x_bsd, info, present_l)[0]
+        keys_bs = None if keys_bs is None else split_sequence(keys_bs)
+        return self._run(self.layers, x_bsd, info, keys_bs, numbers_l, present_l)[0]
 
     def _run(
         self,
         blocks: Block,
         x_bsd: jax.Array,
         info: SequenceInfo,
+        keys_bs: jax.Array | None,
+        numbers_l: jax.Array,
         present_l: jax.Array | None = None,
-        *,
-        keys_bs: jax.Array | None = None,
-        first_layer: int = 0,
     ) -> tuple[jax.Array, Routing]:
-        """All blocks of a stack in turn; ``first_layer`` is the number of the first in the model."""
+        """All blocks of a stack in turn; ``keys_bs`` are split like the sequence."""
         graph, weights = nnx.split(blocks)
-        num_layers = jax.tree.leaves(weights)[0].shape[0]
-        numbers_l = None if keys_bs is None else jnp.arange(first_layer, first_layer + num_layers, dtype=jnp.uint32)
 
         # Closed over, not carried: what a scan carries is kept for the backward pass once per layer.
-        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None, jax.Array | None]) -> tuple:
+        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None, jax.Array]) -> tuple[jax.Array, Routing]:
             weights, present, number = inputs
-            keys = None if number is None else layer_keys(keys_bs, number)
+            keys = None if keys_bs is None else layer_keys(keys_bs, number)
             y, routing = nnx.merge(graph, weights)(x, info, keys)
             return (y if present is None else jnp.where(present, y, x)), routing
 
@@ -329,8 +337,8 @@ class Decoder(nnx.Module):
         """The final norm of what leaves the last block."""
         return normalised(self, "final_norm", x_bsd)
 
-    def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array) -> jax.Array:
-        """What enters the first block: [B, S, D]. Reads only the embeddings."""
+    def embedded(self, tokens_bs: jax.Array, positions_bs: jax.Array, keys_bs: jax.Array | None) -> jax.Array:
+        """What enters the first block: [B, S, D]. Reads only the embeddings. Arguments as in ``hidden_and_routing``."""
         family, compute = FAMILIES[self.model.family], self.numerics.compute
         reduce = self.numerics.reduce
         x_bsd = embed(opened(self.embedding[...], reduce), split_sequence(tokens_bs), compute)
@@ -338,7 +346,8 @@ class Decoder(nnx.Module):
             x_bsd = x_bsd * jnp.asarray(math.sqrt(self.model.embed_dim), compute)
         if family.learned_positions:
             x_bsd = x_bsd + embed(opened(self.positions[...], reduce), split_sequence(positions_bs), compute)
-        return x_bsd
+        keys_bs = None if keys_bs is None else split_sequence(keys_bs)
+        return dropped(x_bsd, keys_bs, EMBEDDING, self.numerics.dropout)
 
     def sequence_info(self, positions_bs: jax.Array, segment_ids_bs: jax.Array) -> SequenceInfo:
         """What attention needs to know about the rows."""

@@ -45,7 +45,7 @@ def token_keys(seed: int, step: jax.Array, like_mbs: jax.Array) -> jax.Array:
 
 
 def layer_keys(keys_bs: jax.Array, layer: jax.Array) -> jax.Array:
-    """The keys of one layer's tokens; ``layer`` is its uint32 number in the model."""
+    """The keys of one layer's tokens; ``layer`` is its number in the model."""
     return mixed(keys_bs + (layer.astype(jnp.uint32) + 1) * jnp.uint32(_ODD[1]))
 
 

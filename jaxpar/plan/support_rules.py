@@ -15,7 +15,6 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
         ("mesh.expert", facts.mesh.get("expert", 1), 1),
         ("model.num_experts", facts.model.num_experts, 0),
         ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
-        ("train.dropout", config.train.dropout, 0.0),
     )
     for key, value, working in others:
         if num_stages > 1 and value != working:

@@ -79,11 +79,11 @@ def test_nothing_is_dropped_without_keys_or_rate():
     assert dropped(x, jnp.zeros((2, 4), jnp.uint32), MLP, 0.0) is x
 
 
-def trained(mesh: dict, remat: str, microbatches: int, **model: object) -> dict:
+def trained(mesh: dict, remat: str, microbatches: int, pipeline: dict = {}, **model: object) -> dict:  # noqa: B006
     """Two production steps of plain gradient descent, so that parameters show every gradient."""
     train = {"dropout": RATE, "remat": remat, "microbatches": microbatches, "global_batch_size": ROWS}
     optim = {"name": "sgd", "eps": None, "momentum": 0.0, "lr": 1.0, "warmup_steps": 0, "clip_norm": 0.0}
-    program = build(parity_config(mesh, model=model, train=train, optim=optim))
+    program = build(parity_config(mesh, model=model, train=train, optim=optim, pipeline=pipeline))
     one = parity_config({}, model=model, train={"global_batch_size": ROWS})
     step, state, losses = program.lower_train_step().compile(), program.init(0), []
     for seed in range(2):
@@ -94,7 +94,7 @@ def trained(mesh: dict, remat: str, microbatches: int, **model: object) -> dict:
         }
         state, metrics = step(state, placed)
         losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return {"losses": losses, **jax.device_get(state.params)}
+    return {"losses": losses, **program.definition.without_padding(jax.device_get(state.params))}
 
 
 @functools.cache
@@ -129,3 +129,20 @@ def test_training_is_the_same_on_a_mesh_with_other_microbatches_and_recomputatio
 def test_every_way_to_train_drops_the_same(mesh, remat, microbatches, family):
     model = {"family": family, **({"max_positions": LENGTH, "num_kv_heads": 8} if family == "gpt2" else {})}
     assert_alike(trained(mesh, remat, microbatches, **model), alone(**model))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ({"pipeline": 2, "fsdp": 2, "tensor": 2}, {}),
+        (
+            {"pipeline": 2, "fsdp": 2, "tensor": 2},
+            {"schedule": "interleaved", "chunks": 2, "layers_per_stage": [1, 2, 1, 1]},
+        ),
+    ],
+    ids=("1f1b", "interleaved, uneven"),
+)
+def test_stages_drop_what_one_device_drops(mesh, pipeline):
+    model = {"num_layers": 5 if pipeline else 4}
+    assert_alike(trained(mesh, "full", 4, pipeline, **model), alone(**model))
