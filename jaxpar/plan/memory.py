@@ -2,9 +2,9 @@
 
 State: sharded as in the ZeRO paper (arXiv 1910.02054, section 5), with what its lower stages keep whole in the compute
 type only: master parameters are sharded by every strategy. Activations: kept per block by remat policy, times
-what the schedule holds in flight. On top comes the larger of two moments: one block's backward pass, or the head's.
-The formula was checked against the peak that the CUDA compiler reports for the 8B model on 8 and 64 devices, within 3%
-under full, selective and dots remat. It assumes fused attention: no [S, S] scores exist.
+what the schedule holds in flight. On top comes the largest of three moments: one block's backward pass, the head's,
+or the end of the backward pass. What exists at each was read from the buffers that the CUDA compiler assigns; its peak
+is within 5% for dense models on 8 to 16,384 devices (``tests/h100``). Fused attention: no [S, S] scores exist.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ GIB = 2**30
 CHUNK_LOGITS_BYTES = 512 * 2**20
 """Float32 logits that exist at one time on a device when ``train.loss_chunk_tokens`` is 0."""
 
-LIVE_BLOCKS = 4
-"""Copies of one block's matrices in the compute type at its backward pass: its own and the next block's gathered
-weights, and the gradients of two blocks before and after their reduce-scatter."""
+REDUCE_BYTES = 4
+"""Gradients are reduce-scattered in float32 unless ``precision.reduce`` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,12 +54,13 @@ class Memory:
     params: float
     """Master parameters."""
     grads: float
+    """That exist at the peak, as the optimizer gets them: the sum over microbatches, and a microbatch's own."""
     optimizer: float
     activations: float
     """Kept for the backward pass, and one block's intermediates."""
     logits: float
     gathered: float
-    """Weights gathered for use, and their gradients before they are scattered."""
+    """Weights gathered for use, those laid out anew for it, and gradients before they are scattered."""
     buffers: float
     """What collectives of the tensor, context, expert and pipeline axes send and receive."""
     reserve: float
@@ -68,7 +68,7 @@ class Memory:
     device_bytes: float
     """Memory of the device."""
     moment: str
-    """When the peak is reached: "a block's backward pass" or "the head"."""
+    """When the peak is reached: "a block's backward pass", "the head" or "the end of the backward pass"."""
     whole_logits: float
     """Not part of the total: float32 logits of a microbatch if they were not computed in chunks."""
 
@@ -129,7 +129,7 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
     Routed experts' activations have no names. The D before and after a block is split by the tensor axis like
     everything else.
     """
-    value = 4 if layout.precision == "float32" else 2
+    value = _value_bytes(layout)
     embed, heads, keys = shape.embed_dim, shape.heads_width, shape.kv_width
     mlp = _mlp_values(shape)
     # The router's copies of each token, one per chosen expert, in and out.
@@ -176,7 +176,7 @@ def _block_params(shape: ModelShape, layout: Layout) -> float:
 
 def _buffers(shape: ModelShape, layout: Layout) -> float:
     """Send and receive buffers: the next stage's input, the ring's next block, the exchange, the gathered sequence."""
-    value = 4 if layout.precision == "float32" else 2
+    value = _value_bytes(layout)
     tokens, tensor = layout.tokens, layout.tensor
     hidden = value * tokens * shape.embed_dim
     total = 2 * hidden / tensor if layout.pipeline > 1 else 0.0
@@ -205,31 +205,49 @@ def _table_params(shape: ModelShape) -> int:
     return shape.embedding_params + (shape.padded_vocab_size - shape.vocab_size) * shape.embed_dim * tables
 
 
-def _state(
-    shape: ModelShape, layout: Layout, dense: float, experts: float, per_param: StateBytes
-) -> tuple[float, float, float]:
-    """(params, grads, optimizer) bytes of a device; params are the masters, which every strategy shards."""
-    # Each pipeline stage holds its own blocks' vectors; every other axis replicates them.
-    vectors = shape.vector_params / layout.pipeline
-    params, grads, optimizer = state_memory(vectors, 1, "none", per_param.of("vectors"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _State:
+    """Bytes of the training state on one device."""
+
+    params: float = 0.0
+    """Masters, which every strategy shards."""
+    optimizer: float = 0.0
+    summed: float = 0.0
+    """Gradients that several microbatches have added up to."""
+    block_grads: float = 0.0
+    """Gradients of one microbatch, of the blocks."""
+    table_grads: float = 0.0
+    """Likewise of the embedding and the head."""
+
+
+def _state(shape: ModelShape, layout: Layout, dense: float, experts: float, per_param: StateBytes) -> _State:
     tables = _table_params(shape) / (layout.tensor * layout.pipeline)
-    strategy = "none" if layout.strategy == "none" else "full"
-    for matrices, shards, state in (
-        (dense - tables, layout.weight_shards, per_param),
-        (tables, layout.weight_shards, per_param.of("tables")),
-        (experts, max(1, layout.weight_shards // layout.expert), per_param),
-    ):
-        held = state_memory(matrices, shards, strategy, state)
-        params += held[0]
-        grads += _whole_gradients(matrices, layout, state) if layout.strategy == "optimizer" else held[1]
-        optimizer += held[2]
-    return params, grads, optimizer
+    shards = 1 if layout.strategy == "none" else layout.weight_shards
+    parts = (
+        # Each pipeline stage holds its own blocks' vectors; every other axis replicates them.
+        (shape.vector_params / layout.pipeline, 1, per_param.of("vectors"), False),
+        (dense - tables, shards, per_param, False),
+        (experts, max(1, shards // layout.expert), per_param, False),
+        (tables, shards, per_param.of("tables"), True),
+    )
+    has_sum = layout.microbatches > 1 or layout.pipeline > 1
+    total = _State()
+    for params, split, state, is_table in parts:
+        # ZeRO-1 has a microbatch's gradients whole, in the compute type, and their sum too.
+        is_whole = layout.strategy == "optimizer" and split > 1
+        own = params * _value_bytes(layout) if is_whole else params * state.grads / split
+        total = _State(
+            params=total.params + params * state.params / split,
+            optimizer=total.optimizer + params * state.optimizer / split,
+            summed=total.summed + (params * state.grads / (1 if is_whole else split) if has_sum else 0.0),
+            block_grads=total.block_grads + (0.0 if is_table else own),
+            table_grads=total.table_grads + (own if is_table else 0.0),
+        )
+    return total
 
 
-def _whole_gradients(matrices: float, layout: Layout, per_param: StateBytes) -> float:
-    """A microbatch's gradients in the compute type, and with several microbatches their sum besides."""
-    value = 4 if layout.precision == "float32" else 2
-    return matrices * (value + (per_param.grads if layout.microbatches > 1 else 0))
+def _value_bytes(layout: Layout) -> int:
+    return 4 if layout.precision == "float32" else 2
 
 
 def _kept_activations(shape: ModelShape, layout: Layout) -> float:
@@ -241,7 +259,7 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
         blocks = min(blocks, 2)
     if layout.pipeline == 1:
         return blocks * kept
-    value = 4 if layout.precision == "float32" else 2
+    value = _value_bytes(layout)
     stage_input = layout.tokens * shape.embed_dim * value / layout.tensor
     return microbatches_in_flight(layout) * stage_input + blocks / layout.chunks * kept
 
@@ -272,32 +290,106 @@ def training_memory(
         memory_fraction: ``runtime.memory_fraction``.
         loss_chunk_tokens: ``train.loss_chunk_tokens``.
     """
-    value = 4 if layout.precision == "float32" else 2
     dense, experts = _matrices(shape, layout)
-    params, grads, optimizer = _state(shape, layout, dense, experts, state)
-    activations = _kept_activations(shape, layout)
-    has_scatters = layout.strategy in ("full", "grads") and layout.weight_shards > 1
-    whole_copy = (dense + experts) * value if layout.strategy in ("optimizer", "grads") else 0.0
-    vocab_shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
-    table = shape.padded_vocab_size * shape.embed_dim * value / vocab_shards
-    # Without reduce-scatters by block: one block's matrices cast or sliced out, and their gradients.
-    live = (LIVE_BLOCKS if has_scatters else 2) * value * _block_params(shape, layout)
-    moe = shape.num_experts > 0
-    width = 10 * _mlp_values(shape) + 12 * shape.embed_dim * (1 + (shape.top_k if moe else 0) / 4)
-    intermediates = layout.tokens * width * value / 2 / layout.tensor
-    logits = 6 * chunk_tokens(shape, layout, loss_chunk_tokens) * shape.padded_vocab_size / vocab_shards
-    at_block, at_head = live + intermediates + table, table + logits
-    is_block = at_block >= at_head
+    held = _state(shape, layout, dense, experts, state)
+    chunk = chunk_tokens(shape, layout, loss_chunk_tokens)
+    moments = {
+        "a block's backward pass": _at_block(shape, layout, held),
+        "the head": _at_head(shape, layout, held, chunk),
+        "the end of the backward pass": _at_end(shape, layout, held),
+    }
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    whole_copy = (dense + experts) * _value_bytes(layout) if layout.strategy in ("optimizer", "grads") else 0.0
+    peak = moments[moment]
     return Memory(
-        params=params,
-        grads=grads,
-        optimizer=optimizer,
-        activations=activations + (intermediates if is_block else 0.0),
-        logits=0.0 if is_block else logits,
-        gathered=whole_copy + (live + table if is_block else table),
+        params=held.params,
+        grads=peak["grads"],
+        optimizer=held.optimizer,
+        activations=peak.get("activations", 0.0),
+        logits=peak.get("logits", 0.0),
+        gathered=whole_copy + peak["gathered"],
         buffers=_buffers(shape, layout),
         reserve=(1 - memory_fraction) * device_bytes,
         device_bytes=device_bytes,
-        moment="a block's backward pass" if is_block else "the head",
-        whole_logits=4 * layout.tokens * shape.padded_vocab_size / vocab_shards,
+        moment=moment,
+        whole_logits=4 * layout.tokens * shape.padded_vocab_size / _vocab_shards(layout),
     )
+
+
+def _at_block(shape: ModelShape, layout: Layout, held: _State) -> dict[str, float]:
+    """The backward pass of a block: its MLP's, or the gradient of its largest matrix on the way to its shard.
+
+    The MLP has four arrays of its width (gate, up and their gradients, or product), the block five of the embedding's
+    (two normalised inputs, the gradient of one of them, the residual stream and its gradient), of which the tensor axis
+    splits the last two. All weights but one of the largest are gathered.
+    """
+    value, tokens, tensor = _value_bytes(layout), layout.tokens, layout.tensor
+    mlp, embed = _mlp_values(shape), shape.embed_dim
+    routed = 1.5 * shape.top_k * embed * min(1, shape.moe_layers)
+    attention = shape.heads_width + shape.kv_width
+    whole, largest = _block_params(shape, layout), _largest_matrix(shape, layout)
+    at_mlp = tokens * ((4 * mlp + 2 * attention + 2 * embed + routed) / tensor + 3 * embed) + whole - largest
+    at_gradient = tokens * ((3 * mlp + attention) / tensor + 3 * embed) + largest
+    converted = REDUCE_BYTES * largest if value != REDUCE_BYTES else 0.0
+    working = max(value * at_mlp, value * at_gradient + converted)
+    weights = value * (whole - largest)
+    return {
+        "grads": held.summed + held.block_grads,
+        "activations": _kept_activations(shape, layout) + working - weights,
+        "gathered": _laid_out_anew(shape, layout, held) + _waiting_head_gradient(shape, layout) + weights,
+    }
+
+
+def _at_head(shape: ModelShape, layout: Layout, held: _State, chunk: float) -> dict[str, float]:
+    """The last chunk of the head: float32 logits and their gradient in the compute type, hidden states and theirs."""
+    value, tokens = _value_bytes(layout), layout.tokens
+    hidden = value * tokens * shape.embed_dim
+    activations = _kept_activations(shape, layout) + hidden * (2 + 1 / layout.tensor)
+    if layout.replicas > 1 and layout.weight_shards > 1:
+        # The compiler takes the last block's backward pass out of the loop, and computes its attention again early.
+        attention = 2 * (shape.heads_width + shape.kv_width) / layout.tensor
+        activations += value * tokens * (3 * shape.embed_dim + attention)
+    vocab, gradient = shape.padded_vocab_size / _vocab_shards(layout), _waiting_head_gradient(shape, layout)
+    table, logits = value * vocab * shape.embed_dim, (4 + value) * chunk * vocab
+    if chunk >= layout.tokens:
+        # The gradient of a head in one chunk is formed when the float32 logits are gone; those of several add up.
+        logits, gradient = max((logits, 0.0), (value * chunk * vocab, gradient), key=sum)
+    return {
+        "grads": held.summed,
+        "activations": activations,
+        "logits": logits,
+        "gathered": _laid_out_anew(shape, layout, held) + gradient + table,
+    }
+
+
+def _at_end(shape: ModelShape, layout: Layout, held: _State) -> dict[str, float]:
+    """Every gradient is there, and no activation any more."""
+    grads = held.summed + held.block_grads + held.table_grads
+    is_scattered = layout.strategy in ("full", "grads")
+    return {"grads": grads, "gathered": _waiting_head_gradient(shape, layout) if is_scattered else 0.0}
+
+
+def _waiting_head_gradient(shape: ModelShape, layout: Layout) -> float:
+    """The gradient of the whole head: the compiler hides its reduce-scatter behind the end of the backward pass."""
+    per_param = _value_bytes(layout) if layout.strategy == "optimizer" else REDUCE_BYTES
+    return per_param * shape.padded_vocab_size * shape.embed_dim / _vocab_shards(layout)
+
+
+def _laid_out_anew(shape: ModelShape, layout: Layout, held: _State) -> float:
+    """Shards of the matrices whose last dim is the embedding, turned round once per step: a gather joins first dims."""
+    if layout.strategy != "full":
+        return 0.0
+    projections = (shape.embed_dim * shape.heads_width) * shape.num_layers
+    dense = projections + shape.dense_layers * shape.embed_dim * shape.mlp_dim
+    return 4 * dense / (layout.tensor * layout.pipeline * layout.weight_shards)
+
+
+def _vocab_shards(layout: Layout) -> int:
+    return layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
+
+
+def _largest_matrix(shape: ModelShape, layout: Layout) -> float:
+    """Elements of the largest gathered matrix of a block on one device."""
+    mlp = shape.mlp_dim if shape.dense_layers else 0
+    experts = shape.num_experts / layout.expert * shape.expert_mlp_dim if shape.num_experts else 0
+    return shape.embed_dim * max(mlp, experts, shape.heads_width) / layout.tensor

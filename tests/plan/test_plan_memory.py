@@ -153,10 +153,12 @@ def test_more_sharding_or_fewer_rows_never_cost_memory(layout, factor):
     if layout.strategy == "full":
         wider = dataclasses.replace(layout, weight_shards=layout.weight_shards * factor)
         assert memory(wider).total_bytes <= memory(layout).total_bytes
-    by_strategy = [memory(dataclasses.replace(layout, strategy=s)) for s in ("none", "optimizer", "grads", "full")]
     if layout.weight_shards > 1:
-        state = [m.params + m.grads + m.optimizer for m in by_strategy]
-        assert state == sorted(state, reverse=True)
+        none, optimizer, grads, full = (
+            memory(dataclasses.replace(layout, strategy=strategy)).total_bytes
+            for strategy in ("none", "optimizer", "grads", "full")
+        )
+        assert full <= min(optimizer, grads) <= max(optimizer, grads) <= none
 
 
 @settings(deadline=None, max_examples=60)
