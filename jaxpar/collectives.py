@@ -57,7 +57,8 @@ def island(body: Callable, in_specs: object, out_specs: object, *, check_vma: bo
 
     Inside a region that is manual already (a pipeline) the backward pass is an island of its own, which runs the body
     again from its inputs: JAX 0.12 gives what a nested island saves a wrong shape, because the spec of such a value
-    names the axes that are manual around it too ("Cannot lower jaxpr with verifier errors").
+    names the axes that are manual around it too ("Cannot lower jaxpr with verifier errors"). So no remat policy sees
+    names inside such an island: what is to be kept is named outside of it.
 
     Args:
         body: function of local arrays.
@@ -76,7 +77,20 @@ def _replayed(body: Callable, in_specs: object, out_specs: object, check_vma: bo
 
     def opaque(local: Callable, in_specs: object, out_specs: object) -> Callable:
         # What is in a checkpoint is not taken apart into what depends on an argument and what does not.
-        return jax.shard_map(jax.checkpoint(local), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+        if check_vma:
+            return jax.shard_map(jax.checkpoint(local), in_specs=in_specs, out_specs=out_specs)
+
+        def forgetful(*args: object) -> object:
+            return local(*jax.tree.map(_forget_varying, args))
+
+        inner = jax.shard_map(jax.checkpoint(forgetful), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+        def run(*args: object) -> object:
+            # The results differ between the stages as the arguments do, and must say so.
+            around = frozenset().union(*(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(args)))
+            return jax.tree.map(lambda x: vary_over(x, around), inner(*args))
+
+        return run
 
     def backward(args: tuple, cotangents: object) -> tuple:
         leaves, structure = jax.tree.flatten(args)
@@ -100,10 +114,19 @@ def _replayed(body: Callable, in_specs: object, out_specs: object, check_vma: bo
         gradients = iter(found)
         return structure.unflatten([next(gradients) if is_t else None for is_t in is_trained])
 
-    run = opaque(body, in_specs, out_specs)
-    replayed = jax.custom_vjp(run)
-    replayed.defvjp(lambda *args: (run(*args), args), backward)
+    replayed = jax.custom_vjp(opaque(body, in_specs, out_specs))
+    # Its own forward pass: a remat policy takes an island apart, saving what is inside, but no custom_vjp.
+    replayed.defvjp(lambda *args: (replayed(*args), args), backward)
     return replayed
+
+
+def _forget_varying(x: jax.Array) -> jax.Array:
+    """Inside an island without ``check_vma``: the value as one that varies over no axis.
+
+    An argument still says that it varies over the axes that are manual around the island, but the result of an
+    operation says nothing, and a kernel's gradient rule is refused when the two differ (JAX 0.12, tokamax 0.0.17).
+    """
+    return lax.squeeze(lax.expand_dims(x, (0,)), (0,))
 
 
 def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -12,6 +12,7 @@ from functools import partial
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, island, spec_of, varying
@@ -95,11 +96,14 @@ def attention(
     arguments = (q_bshk, k_bskk, v_bskk, dict(extras), info)
     specs = (*qkv_specs, extra_specs, info_specs)
     if kernel == "xla":
-        return island(local, specs, qkv_specs[0])(*arguments)
-    # In an island of its own: kernels do not say over which axes their results vary.
-    q_bshk, k_bskk, v_bskk = island(prepare, specs, qkv_specs)(*arguments)
-    fused = island(partial(fused_attention, kernel), (*qkv_specs, P(batch, None)), qkv_specs[0], check_vma=False)
-    return fused(q_bshk, k_bskk, v_bskk, info.segment_starts)
+        mixed_bshk = island(local, specs, qkv_specs[0])(*arguments)
+    else:
+        # In an island of its own: kernels do not say over which axes their results vary.
+        q_bshk, k_bskk, v_bskk = island(prepare, specs, qkv_specs)(*arguments)
+        fused = island(partial(fused_attention, kernel), (*qkv_specs, P(batch, None)), qkv_specs[0], check_vma=False)
+        mixed_bshk = fused(q_bshk, k_bskk, v_bskk, info.segment_starts)
+    # Inside a pipeline stage no policy sees what is named in an island.
+    return checkpoint_name(mixed_bshk, "attention") if AxisType.Manual in mesh.axis_types else mixed_bshk
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:

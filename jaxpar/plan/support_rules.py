@@ -22,19 +22,8 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
                 key=key,
                 value=value,
                 message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
-                remedy=f"set mesh.pipeline=1, or {key}={working}; pipeline goes with data, fsdp and tensor",
+                remedy=f"set mesh.pipeline=1, or {key}={working}; pipeline goes with data, fsdp, context and tensor",
             )
-
-
-def context_combinations(facts: Facts) -> Iterator[Problem]:
-    """Context parallelism together with what it has not been proven with."""
-    if facts.mesh.get("context", 1) > 1 and facts.mesh.get("pipeline", 1) > 1:
-        yield Problem(
-            key="mesh.pipeline",
-            value=facts.config.mesh.pipeline,
-            message=f"together with mesh.context = {facts.mesh['context']}: not yet",
-            remedy="set mesh.context=1; context works with data, fsdp, expert and tensor axes",
-        )
 
 
 def capacity_over_context(facts: Facts) -> Iterator[Problem]:

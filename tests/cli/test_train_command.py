@@ -39,9 +39,9 @@ BAD_INPUT = {
     "weights": (["tiny.toml", "model.init_from=hf:nowhere"], "model.init_from = 'hf:nowhere'", "config.json"),
     "resume": (["tiny.toml", "checkpoint.resume=nowhere"], "checkpoint.resume = 'nowhere'", "auto, never, must"),
     "not yet": (
-        ["tiny.toml", "mesh.pipeline=2", "mesh.context=2", "mesh.data=1", "mesh.fsdp=1"],
+        ["tiny.toml", "mesh.pipeline=2", "model.num_experts=2", "mesh.data=1", "mesh.fsdp=2"],
         "not yet",
-        "set mesh.context=1",
+        "set mesh.pipeline=1",
     ),
     "no model": ([], "model.", "model.preset"),
 }

@@ -7,9 +7,11 @@ microbatch has none.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.plan.attention import AttentionChoice
 from jaxpar.step import matmul_precision
 from tests.parity.harness import (
     assert_same,
@@ -81,6 +83,28 @@ def test_pipeline_equals_one_device(case):
 @pytest.mark.parametrize("case", FULL)
 def test_every_pipeline_equals_one_device(case):
     check(*FULL[case])
+
+
+@jax.custom_vjp
+def kernel(q, k, v, starts):
+    """Attention whose gradient rule, like those of fused kernels, does not say over which axes its results vary."""
+    index = jnp.arange(q.shape[1])
+    mask = (index[None, None] >= starts[:, :, None])[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
+
+
+def kernel_backward(kept, cotangent):
+    *qkv, starts = kept
+    return *jax.vjp(lambda *qkv: kernel.__wrapped__(*qkv, starts), *qkv)[1](cotangent), None
+
+
+kernel.defvjp(lambda *args: (kernel(*args), args), kernel_backward)
+
+
+def test_fused_attention_inside_stages_equals_one_device(monkeypatch):
+    monkeypatch.setattr("jaxpar.program.choose_attention", lambda *_: AttentionChoice(kernel="fake", reason=""))
+    monkeypatch.setattr("jaxpar.model.attention.fused_attention", lambda _, *arguments: kernel(*arguments))
+    check(*QUICK["1f1b with data"])
 
 
 @functools.cache

@@ -119,13 +119,6 @@ def test_context_must_divide_the_sequence_into_two_chunks_each(tensor, context, 
     plan_of(tensor * context, *overrides, f"data.seq_len={16 * context * tensor}")
 
 
-@pytest.mark.parametrize(("overrides", "key"), [(["mesh.pipeline=2", "mesh.context=2"], "mesh.pipeline")])
-def test_context_with_what_it_is_not_proven_with_is_refused_by_name(overrides, key):
-    with pytest.raises(ConfigError, match=r"together with mesh.context = [24]: not yet") as caught:
-        plan_of(4, *overrides)
-    assert key in {problem.key for problem in caught.value.problems}
-
-
 def test_tensor_must_divide_heads_mlp_and_sequence():
     problems = problems_of(3, "mesh.tensor=3")
     assert {"model.num_heads", "model.num_kv_heads", "model.mlp_dim", "data.seq_len"} <= set(problems)
@@ -392,7 +385,6 @@ def test_a_list_that_nothing_reads_is_warned_about():
     [
         (["mesh.pipeline=2", "mesh.fsdp=2", "mesh.fsdp_strategy=grads"], "mesh.fsdp_strategy"),
         (["mesh.pipeline=2", "mesh.expert=2"], "mesh.expert"),
-        (["mesh.pipeline=2", "mesh.context=2"], "mesh.pipeline"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(overrides, key):
