@@ -108,6 +108,16 @@ class Layout:
         return self.rows * self.seq_len / self.context
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of an activation, or of a gathered weight."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def vocab_shards(self) -> int:
+        """Devices that the vocabulary is spread over."""
+        return self.tensor * (self.pipeline if self.is_head_spread else 1)
+
+    @property
     def global_batch_size(self) -> int:
         """Rows of one step."""
         return self.rows * self.microbatches * self.batch_shards

@@ -2,9 +2,8 @@
 
 State: sharded as in the ZeRO paper (arXiv 1910.02054, section 5), with what its lower stages keep whole in the compute
 type only: master parameters are sharded by every strategy. Activations: kept per block by remat policy, times
-what the schedule holds in flight. On top comes the largest of three moments: one block's backward pass, the head's,
-or the end of the backward pass. What exists at each was read from the buffers that the CUDA compiler assigns; its peak
-is within 5% for dense models on 8 to 16,384 devices (``tests/h100``). Fused attention: no [S, S] scores exist.
+what the schedule holds in flight. On top comes what the fullest of three moments needs (``jaxpar.plan.moments``). The
+CUDA compiler's peak is within 5% (``tests/h100``). Assumes fused attention: no [S, S] scores exist.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import dataclasses
 from typing import Literal
 
 from jaxpar.plan.layout import Layout, Strategy
+from jaxpar.plan.moments import Gradients, block_moment, head_moment, last_moment, mlp_values
 from jaxpar.plan.shape import ModelShape
 
 GIB = 2**30
 
 CHUNK_LOGITS_BYTES = 512 * 2**20
 """Float32 logits that exist at one time on a device when ``train.loss_chunk_tokens`` is 0."""
-
-REDUCE_BYTES = 4
-"""Gradients are reduce-scattered in float32 unless ``precision.reduce`` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,9 +126,9 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
     Routed experts' activations have no names. The D before and after a block is split by the tensor axis like
     everything else.
     """
-    value = _value_bytes(layout)
+    value = layout.value_bytes
     embed, heads, keys = shape.embed_dim, shape.heads_width, shape.kv_width
-    mlp = _mlp_values(shape)
+    mlp = mlp_values(shape)
     # The router's copies of each token, one per chosen expert, in and out.
     routed = 2 * shape.top_k * embed * shape.moe_layers / shape.num_layers
     moe = shape.moe_layers / shape.num_layers
@@ -158,25 +155,9 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
     return (value * values + log_sums) / layout.tensor
 
 
-def _mlp_values(shape: ModelShape) -> float:
-    """Hidden MLP values per token and block, averaged over dense blocks and blocks with experts."""
-    moe = shape.moe_layers / shape.num_layers
-    chosen = shape.expert_mlp_dim * (shape.top_k + shape.num_shared_experts)
-    return (1 - moe) * shape.mlp_dim + moe * chosen
-
-
-def _block_params(shape: ModelShape, layout: Layout) -> float:
-    """Matrix elements of the largest block on one device, gathered over the data axes."""
-    mlp = shape.mlp_matrices * shape.embed_dim * shape.mlp_dim if shape.dense_layers else 0
-    experts = 0.0
-    if shape.num_experts:
-        experts = (shape.num_experts / layout.expert + shape.num_shared_experts) * shape.expert_params
-    return (shape.attention_params + max(mlp, experts)) / layout.tensor
-
-
 def _buffers(shape: ModelShape, layout: Layout) -> float:
     """Send and receive buffers: the next stage's input, the ring's next block, the exchange, the gathered sequence."""
-    value = _value_bytes(layout)
+    value = layout.value_bytes
     tokens, tensor = layout.tokens, layout.tensor
     hidden = value * tokens * shape.embed_dim
     total = 2 * hidden / tensor if layout.pipeline > 1 else 0.0
@@ -205,49 +186,31 @@ def _table_params(shape: ModelShape) -> int:
     return shape.embedding_params + (shape.padded_vocab_size - shape.vocab_size) * shape.embed_dim * tables
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _State:
-    """Bytes of the training state on one device."""
-
-    params: float = 0.0
-    """Masters, which every strategy shards."""
-    optimizer: float = 0.0
-    summed: float = 0.0
-    """Gradients that several microbatches have added up to."""
-    block_grads: float = 0.0
-    """Gradients of one microbatch, of the blocks."""
-    table_grads: float = 0.0
-    """Likewise of the embedding and the head."""
-
-
-def _state(shape: ModelShape, layout: Layout, dense: float, experts: float, per_param: StateBytes) -> _State:
-    tables = _table_params(shape) / (layout.tensor * layout.pipeline)
+def _state(
+    shape: ModelShape, layout: Layout, dense: float, experts: float, per_param: StateBytes
+) -> tuple[float, float, Gradients]:
+    """(params, optimizer) bytes and the gradients of a device; params are the masters, which every strategy shards."""
     shards = 1 if layout.strategy == "none" else layout.weight_shards
+    tables = _table_params(shape) / (layout.tensor * layout.pipeline)
     parts = (
         # Each pipeline stage holds its own blocks' vectors; every other axis replicates them.
-        (shape.vector_params / layout.pipeline, 1, per_param.of("vectors"), False),
-        (dense - tables, shards, per_param, False),
-        (experts, max(1, shards // layout.expert), per_param, False),
-        (tables, shards, per_param.of("tables"), True),
+        (shape.vector_params / layout.pipeline, 1, per_param.of("vectors"), "blocks"),
+        (dense - tables, shards, per_param, "blocks"),
+        (experts, max(1, shards // layout.expert), per_param, "blocks"),
+        (tables, shards, per_param.of("tables"), "tables"),
     )
-    has_sum = layout.microbatches > 1 or layout.pipeline > 1
-    total = _State()
-    for params, split, state, is_table in parts:
-        # ZeRO-1 has a microbatch's gradients whole, in the compute type, and their sum too.
+    params = optimizer = 0.0
+    grads = {"summed": 0.0, "blocks": 0.0, "tables": 0.0}
+    for count, split, state, part in parts:
+        params += count * state.params / split
+        optimizer += count * state.optimizer / split
+        # ZeRO-1 has gradients whole, in the compute type, and their float32 sum too.
         is_whole = layout.strategy == "optimizer" and split > 1
-        own = params * _value_bytes(layout) if is_whole else params * state.grads / split
-        total = _State(
-            params=total.params + params * state.params / split,
-            optimizer=total.optimizer + params * state.optimizer / split,
-            summed=total.summed + (params * state.grads / (1 if is_whole else split) if has_sum else 0.0),
-            block_grads=total.block_grads + (0.0 if is_table else own),
-            table_grads=total.table_grads + (own if is_table else 0.0),
-        )
-    return total
-
-
-def _value_bytes(layout: Layout) -> int:
-    return 4 if layout.precision == "float32" else 2
+        own = count * (layout.value_bytes if is_whole else state.grads / split)
+        grads[part] += own / layout.chunks if part == "blocks" else own
+        if layout.microbatches > 1 or layout.pipeline > 1:
+            grads["summed"] += count * state.grads / (1 if is_whole else split)
+    return params, optimizer, Gradients(**grads)
 
 
 def _kept_activations(shape: ModelShape, layout: Layout) -> float:
@@ -259,15 +222,14 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
         blocks = min(blocks, 2)
     if layout.pipeline == 1:
         return blocks * kept
-    value = _value_bytes(layout)
+    value = layout.value_bytes
     stage_input = layout.tokens * shape.embed_dim * value / layout.tensor
     return microbatches_in_flight(layout) * stage_input + blocks / layout.chunks * kept
 
 
 def chunk_tokens(shape: ModelShape, layout: Layout, loss_chunk_tokens: int) -> float:
     """Tokens whose logits exist at one time on a device."""
-    shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
-    default = max(1, CHUNK_LOGITS_BYTES * shards // (4 * shape.padded_vocab_size))
+    default = max(1, CHUNK_LOGITS_BYTES * layout.vocab_shards // (4 * shape.padded_vocab_size))
     return min(layout.tokens, loss_chunk_tokens or default)
 
 
@@ -291,105 +253,26 @@ def training_memory(
         loss_chunk_tokens: ``train.loss_chunk_tokens``.
     """
     dense, experts = _matrices(shape, layout)
-    held = _state(shape, layout, dense, experts, state)
+    params, optimizer, grads = _state(shape, layout, dense, experts, state)
+    kept = _kept_activations(shape, layout)
     chunk = chunk_tokens(shape, layout, loss_chunk_tokens)
-    moments = {
-        "a block's backward pass": _at_block(shape, layout, held),
-        "the head": _at_head(shape, layout, held, chunk),
-        "the end of the backward pass": _at_end(shape, layout, held),
-    }
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
-    whole_copy = (dense + experts) * _value_bytes(layout) if layout.strategy in ("optimizer", "grads") else 0.0
-    peak = moments[moment]
+    peak = max(
+        block_moment(shape, layout, grads, kept),
+        head_moment(shape, layout, grads, kept, chunk),
+        last_moment(shape, layout, grads),
+        key=lambda moment: moment.total_bytes,
+    )
+    whole_copy = (dense + experts) * layout.value_bytes if layout.strategy in ("optimizer", "grads") else 0.0
     return Memory(
-        params=held.params,
-        grads=peak["grads"],
-        optimizer=held.optimizer,
-        activations=peak.get("activations", 0.0),
-        logits=peak.get("logits", 0.0),
-        gathered=whole_copy + peak["gathered"],
+        params=params,
+        grads=peak.grads,
+        optimizer=optimizer,
+        activations=peak.activations,
+        logits=peak.logits,
+        gathered=whole_copy + peak.gathered,
         buffers=_buffers(shape, layout),
         reserve=(1 - memory_fraction) * device_bytes,
         device_bytes=device_bytes,
-        moment=moment,
-        whole_logits=4 * layout.tokens * shape.padded_vocab_size / _vocab_shards(layout),
+        moment=peak.name,
+        whole_logits=4 * layout.tokens * shape.padded_vocab_size / layout.vocab_shards,
     )
-
-
-def _at_block(shape: ModelShape, layout: Layout, held: _State) -> dict[str, float]:
-    """The backward pass of a block: its MLP's, or the gradient of its largest matrix on the way to its shard.
-
-    The MLP has four arrays of its width (gate, up and their gradients, or product), the block five of the embedding's
-    (two normalised inputs, the gradient of one of them, the residual stream and its gradient), of which the tensor axis
-    splits the last two. All weights but one of the largest are gathered.
-    """
-    value, tokens, tensor = _value_bytes(layout), layout.tokens, layout.tensor
-    mlp, embed = _mlp_values(shape), shape.embed_dim
-    routed = 1.5 * shape.top_k * embed * min(1, shape.moe_layers)
-    attention = shape.heads_width + shape.kv_width
-    whole, largest = _block_params(shape, layout), _largest_matrix(shape, layout)
-    at_mlp = tokens * ((4 * mlp + 2 * attention + 2 * embed + routed) / tensor + 3 * embed) + whole - largest
-    at_gradient = tokens * ((3 * mlp + attention) / tensor + 3 * embed) + largest
-    converted = REDUCE_BYTES * largest if value != REDUCE_BYTES else 0.0
-    working = max(value * at_mlp, value * at_gradient + converted)
-    weights = value * (whole - largest)
-    return {
-        "grads": held.summed + held.block_grads,
-        "activations": _kept_activations(shape, layout) + working - weights,
-        "gathered": _laid_out_anew(shape, layout, held) + _waiting_head_gradient(shape, layout) + weights,
-    }
-
-
-def _at_head(shape: ModelShape, layout: Layout, held: _State, chunk: float) -> dict[str, float]:
-    """The last chunk of the head: float32 logits and their gradient in the compute type, hidden states and theirs."""
-    value, tokens = _value_bytes(layout), layout.tokens
-    hidden = value * tokens * shape.embed_dim
-    activations = _kept_activations(shape, layout) + hidden * (2 + 1 / layout.tensor)
-    if layout.replicas > 1 and layout.weight_shards > 1:
-        # The compiler takes the last block's backward pass out of the loop, and computes its attention again early.
-        attention = 2 * (shape.heads_width + shape.kv_width) / layout.tensor
-        activations += value * tokens * (3 * shape.embed_dim + attention)
-    vocab, gradient = shape.padded_vocab_size / _vocab_shards(layout), _waiting_head_gradient(shape, layout)
-    table, logits = value * vocab * shape.embed_dim, (4 + value) * chunk * vocab
-    if chunk >= layout.tokens:
-        # The gradient of a head in one chunk is formed when the float32 logits are gone; those of several add up.
-        logits, gradient = max((logits, 0.0), (value * chunk * vocab, gradient), key=sum)
-    return {
-        "grads": held.summed,
-        "activations": activations,
-        "logits": logits,
-        "gathered": _laid_out_anew(shape, layout, held) + gradient + table,
-    }
-
-
-def _at_end(shape: ModelShape, layout: Layout, held: _State) -> dict[str, float]:
-    """Every gradient is there, and no activation any more."""
-    grads = held.summed + held.block_grads + held.table_grads
-    is_scattered = layout.strategy in ("full", "grads")
-    return {"grads": grads, "gathered": _waiting_head_gradient(shape, layout) if is_scattered else 0.0}
-
-
-def _waiting_head_gradient(shape: ModelShape, layout: Layout) -> float:
-    """The gradient of the whole head: the compiler hides its reduce-scatter behind the end of the backward pass."""
-    per_param = _value_bytes(layout) if layout.strategy == "optimizer" else REDUCE_BYTES
-    return per_param * shape.padded_vocab_size * shape.embed_dim / _vocab_shards(layout)
-
-
-def _laid_out_anew(shape: ModelShape, layout: Layout, held: _State) -> float:
-    """Shards of the matrices whose last dim is the embedding, turned round once per step: a gather joins first dims."""
-    if layout.strategy != "full":
-        return 0.0
-    projections = (shape.embed_dim * shape.heads_width) * shape.num_layers
-    dense = projections + shape.dense_layers * shape.embed_dim * shape.mlp_dim
-    return 4 * dense / (layout.tensor * layout.pipeline * layout.weight_shards)
-
-
-def _vocab_shards(layout: Layout) -> int:
-    return layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
-
-
-def _largest_matrix(shape: ModelShape, layout: Layout) -> float:
-    """Elements of the largest gathered matrix of a block on one device."""
-    mlp = shape.mlp_dim if shape.dense_layers else 0
-    experts = shape.num_experts / layout.expert * shape.expert_mlp_dim if shape.num_experts else 0
-    return shape.embed_dim * max(mlp, experts, shape.heads_width) / layout.tensor
