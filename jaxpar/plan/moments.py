@@ -45,7 +45,7 @@ class Moment:
 
 
 def block_moment(shape: ModelShape, layout: Layout, grads: Gradients, kept: float) -> Moment:
-    """The backward pass of a block: of its MLP, of its attention, or of the largest matrix.
+    """The backward pass of a block: of its MLP, of its largest matrix, or of attention over a split sequence.
 
     The MLP has four arrays of its width (gate, up, and their gradients or product). The block has five of the
     embedding's: two normalised inputs and the gradient of one, which the tensor axis does not split, and the residual
@@ -63,23 +63,35 @@ def block_moment(shape: ModelShape, layout: Layout, grads: Gradients, kept: floa
     # The router's copies of each token, one per chosen expert.
     routed = 1.5 * shape.top_k * embed * min(1, shape.moe_layers)
     whole, largest = block_params(shape, layout), _largest_matrix(shape, layout)
-    projections = 2 * embed * shape.heads_width / tensor
     # Pipelined reduce-scatters leave the gradients of the block before whole until this one is under way.
     before = REDUCE_BYTES * whole if _has_pipelined_scatters(layout) else 0.0
-    scattered = REDUCE_BYTES * (largest + projections) if before else 0.0
-    at_mlp = value * tokens * ((4 * mlp + 2 * attention + 2 * embed + routed) / tensor + 3 * embed) + before - scattered
+    at_mlp = value * tokens * ((4 * mlp + 2 * attention + 2 * embed + routed) / tensor + 3 * embed) + before
     at_gradient = value * (tokens * ((3 * mlp + attention) / tensor + 3 * embed) + 2 * largest - whole)
     if value != REDUCE_BYTES:
         at_gradient += REDUCE_BYTES * largest
-    at_attention = value * tokens * ((2 * attention + embed) / tensor + 2 * embed) + before - value * largest
-    if layout.context > 1:
-        at_attention += _scores(shape, layout) + 16 * tokens * shape.heads_width / tensor
     return Moment(
         name="a block's backward pass",
         grads=grads.summed + grads.blocks,
-        activations=kept + max(at_mlp, at_gradient, at_attention),
+        activations=kept + max(at_mlp, at_gradient, _at_split_attention(shape, layout)),
         gathered=_laid_out_anew(shape, layout) + _head_gradient(shape, layout) + value * (whole - largest),
     )
+
+
+def _at_split_attention(shape: ModelShape, layout: Layout) -> float:
+    """The backward pass of attention over a split sequence, during which the block's other gradients wait.
+
+    Of a part of the queries: two arrays of scores in float32, three in the compute type. Of all queries: three in
+    float32 and six in the compute type; of all keys and values four and two; three of the embedding's width.
+    """
+    if layout.context == 1:
+        return 0.0
+    value, tokens, tensor = layout.value_bytes, layout.tokens, layout.tensor
+    scores = min(SCORE_BYTES, 4 * tokens**2 / layout.rows * shape.num_heads / tensor)
+    queries, keys = (12 + 6 * value) * shape.heads_width, 2 * (16 + 2 * value) * shape.kv_width
+    whole = block_params(shape, layout)
+    waiting = whole if _has_pipelined_scatters(layout) else whole - shape.attention_params / tensor
+    arrays = tokens * ((queries + keys) / tensor + 3 * value * shape.embed_dim)
+    return arrays + (2 + 3 * value / 4) * scores + REDUCE_BYTES * waiting
 
 
 def head_moment(shape: ModelShape, layout: Layout, grads: Gradients, kept: float, chunk: float) -> Moment:
@@ -164,11 +176,3 @@ def _laid_out_anew(shape: ModelShape, layout: Layout) -> float:
         return 0.0
     widths = shape.num_layers * shape.heads_width + shape.dense_layers * shape.mlp_dim
     return 4 * shape.embed_dim * widths / (layout.tensor * layout.pipeline * layout.weight_shards)
-
-
-def _scores(shape: ModelShape, layout: Layout) -> float:
-    """Attention over a split sequence: float32 scores of a part of the queries, their product in the compute type, and
-    two arrays that fill up what is masked.
-    """
-    part = min(SCORE_BYTES, 4 * layout.tokens**2 / layout.rows * shape.num_heads / layout.tensor)
-    return part * (3 + layout.value_bytes / 4)
