@@ -89,6 +89,8 @@ class Layout:
     """Kernel written for the GPU's generation (cuDNN, tokamax), or one that runs on any (FlashAttention-2)."""
     is_head_spread: bool = True
     """The vocabulary is spread over pipeline x tensor; else the last stage computes the head alone."""
+    receive_factor: float = 0.0
+    """``mesh.expert_receive_factor``: room for exchanged rows over an even load; 0: for the worst case."""
     experts_over_tensor: bool = True
     """The tensor axis splits each expert's width; else it splits the tokens of the experts."""
 
@@ -160,6 +162,7 @@ def mesh_layout(
     precision: Precision = "bfloat16",
     remat_save: tuple[str, ...] = DEFAULT_SAVE,
     context_mode: str = "auto",
+    receive_factor: float = 0.0,
 ) -> Layout:
     """The layout of a mesh; the batch divides by it."""
     batch_shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
@@ -183,6 +186,7 @@ def mesh_layout(
         recompute=recompute_share(remat, remat_save) + (STAGE_RECOMPUTE if mesh["pipeline"] > 1 else 0.0),
         precision=precision,
         remat_save=remat_save,
+        receive_factor=receive_factor,
     )
 
 
@@ -202,6 +206,7 @@ def layout_of(facts: Facts) -> Layout:
         precision=config.precision.compute,
         remat_save=config.train.remat_save,
         context_mode=config.mesh.context_mode,
+        receive_factor=config.mesh.expert_receive_factor,
     )
 
 

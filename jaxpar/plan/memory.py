@@ -12,7 +12,7 @@ import dataclasses
 from typing import Literal
 
 from jaxpar.plan.layout import Layout, Strategy
-from jaxpar.plan.moments import Gradients, block_moment, head_moment, last_moment, mlp_values
+from jaxpar.plan.moments import Gradients, block_moment, head_moment, last_moment, received_rows
 from jaxpar.plan.shape import ModelShape
 
 GIB = 2**30
@@ -122,16 +122,15 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
 
     In values of the compute type, with D embed, Q query width, K key width, F MLP width (all chosen experts'):
     full D; selective and offload D and what ``remat_save`` names, by default 2 D + 2 Q + 2 K; dots D + 2 Q + 2 K + 2 F;
-    none 12 D + 2 Q + 2 K + 5 F. Attention that is kept is kept with its float32 log-sums.
-    Routed experts' activations have no names. The D before and after a block is split by the tensor axis like
-    everything else.
+    none 12 D + 2 Q + 2 K + 5 F. Attention that is kept is kept with its float32 log-sums. A pipeline stage keeps all
+    that has a name (``jaxpar.program``); routed experts' activations have none. The D before and after a block is split
+    by the tensor axis like everything else but the rows of experts, of which there are as many as a device makes room
+    for, with two D and six F each.
     """
     value = layout.value_bytes
     embed, heads, keys = shape.embed_dim, shape.heads_width, shape.kv_width
-    mlp = mlp_values(shape)
-    # The router's copies of each token, one per chosen expert, in and out.
-    routed = 2 * shape.top_k * embed * shape.moe_layers / shape.num_layers
     moe = shape.moe_layers / shape.num_layers
+    rows = received_rows(shape, layout) / layout.tokens * moe
     named_mlp = (1 - moe) * shape.mlp_dim + moe * shape.num_shared_experts * shape.expert_mlp_dim
     named = {
         "query": heads,
@@ -142,17 +141,20 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
         "gate": named_mlp if shape.mlp_matrices == 3 else 0,
         "up": named_mlp,
     }
-    selective = embed + sum(named[name] for name in set(layout.remat_save))
+    remat = "selective" if layout.pipeline > 1 else layout.remat
+    saved = set(named) if layout.pipeline > 1 else set(layout.remat_save)
+    selective = embed + sum(named[name] for name in saved)
     values = {
         "full": embed,
         "selective": selective,
         "offload": selective,
-        "dots": embed + 2 * heads + 2 * keys + 2 * mlp + routed,
-        "none": 12 * embed + 2 * heads + 2 * keys + 5 * mlp + routed,
-    }[layout.remat]
-    has_log_sums = layout.remat == "none" or (layout.remat == "selective" and "attention" in layout.remat_save)
+        "dots": embed + 2 * heads + 2 * keys + 2 * named_mlp + 2 * rows * shape.expert_mlp_dim,
+        "none": 12 * embed + 2 * heads + 2 * keys + 5 * named_mlp + 6 * rows * shape.expert_mlp_dim,
+    }[remat]
+    whole = 2 * rows * embed if remat in ("dots", "none") else 0.0
+    has_log_sums = remat == "none" or (remat == "selective" and "attention" in saved)
     log_sums = 4 * shape.num_heads if has_log_sums else 0
-    return (value * values + log_sums) / layout.tensor
+    return (value * values + log_sums) / layout.tensor + value * whole
 
 
 def _buffers(shape: ModelShape, layout: Layout) -> float:
@@ -167,7 +169,7 @@ def _buffers(shape: ModelShape, layout: Layout) -> float:
         # Gathered keys and values, and everyone's gradients of them in float32.
         total += (value + 4) * tokens * layout.context * 2 * shape.kv_width / tensor
     if layout.expert > 1:
-        total += 2 * shape.top_k * hidden / tensor
+        total += 2 * value * received_rows(shape, layout) * shape.embed_dim
     if tensor > 1:
         total += hidden
     return total

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpar.plan.context import SCORE_BYTES
+from jaxpar.plan.experts import receive_bound
 from jaxpar.plan.layout import Layout
 from jaxpar.plan.shape import ModelShape
 
@@ -45,12 +46,11 @@ class Moment:
 
 
 def block_moment(shape: ModelShape, layout: Layout, grads: Gradients, kept: float) -> Moment:
-    """The backward pass of a block: of its MLP, of its largest matrix, or of attention over a split sequence.
+    """The backward pass of a block: of its MLP or experts, its largest matrix, or its attention over a split sequence.
 
-    The MLP has four arrays of its width (gate, up, and their gradients or product). The block has five of the
-    embedding's: two normalised inputs and the gradient of one, which the tensor axis does not split, and the residual
-    stream and its gradient. All weights but one of the largest are gathered. A gradient is there twice, as it was
-    computed and in the type in which it is reduced.
+    Whatever is at work, queries, keys, values and the result of attention are there, and five arrays of the embedding's
+    width: two normalised inputs and the gradient of one, which the tensor axis does not split, and the residual stream
+    and its gradient. All weights but one of the largest are gathered.
 
     Args:
         shape: the model.
@@ -58,23 +58,62 @@ def block_moment(shape: ModelShape, layout: Layout, grads: Gradients, kept: floa
         grads: what gradients take.
         kept: bytes of activations that wait for the backward pass.
     """
-    value, tokens, tensor = layout.value_bytes, layout.tokens, layout.tensor
-    embed, mlp, attention = shape.embed_dim, mlp_values(shape), shape.heads_width + shape.kv_width
-    # The router's copies of each token, one per chosen expert.
-    routed = 1.5 * shape.top_k * embed * min(1, shape.moe_layers)
+    value = layout.value_bytes
     whole, largest = block_params(shape, layout), _largest_matrix(shape, layout)
-    # Pipelined reduce-scatters leave the gradients of the block before whole until this one is under way.
-    before = REDUCE_BYTES * whole if _has_pipelined_scatters(layout) else 0.0
-    at_mlp = value * tokens * ((4 * mlp + 2 * attention + 2 * embed + routed) / tensor + 3 * embed) + before
-    at_gradient = value * (tokens * ((3 * mlp + attention) / tensor + 3 * embed) + 2 * largest - whole)
-    if value != REDUCE_BYTES:
-        at_gradient += REDUCE_BYTES * largest
+    if shape.num_experts:
+        working, gathered = _at_experts(shape, layout), whole
+    else:
+        working, gathered = max(_at_mlp(shape, layout), _at_largest(shape, layout)), whole - largest
     return Moment(
         name="a block's backward pass",
         grads=grads.summed + grads.blocks,
-        activations=kept + max(at_mlp, at_gradient, _at_split_attention(shape, layout)),
-        gathered=_laid_out_anew(shape, layout) + _head_gradient(shape, layout) + value * (whole - largest),
+        activations=kept + max(working, _at_split_attention(shape, layout)),
+        gathered=_laid_out_anew(shape, layout) + _head_gradient(shape, layout) + value * gathered,
     )
+
+
+def _at_mlp(shape: ModelShape, layout: Layout) -> float:
+    """Four arrays of the MLP's width: gate, up, and their gradients or product."""
+    tokens, tensor, attention = layout.tokens, layout.tensor, shape.heads_width + shape.kv_width
+    split = 4 * shape.mlp_dim + 2 * attention + 2 * shape.embed_dim
+    return layout.value_bytes * tokens * (split / tensor + 3 * shape.embed_dim) + _before(shape, layout)
+
+
+def _at_largest(shape: ModelShape, layout: Layout) -> float:
+    """The gradient of the largest matrix, as it was computed and in the type in which it is reduced; fewer weights."""
+    tokens, tensor, value = layout.tokens, layout.tensor, layout.value_bytes
+    split = 3 * shape.mlp_dim + shape.heads_width + shape.kv_width
+    largest, whole = _largest_matrix(shape, layout), block_params(shape, layout)
+    converted = REDUCE_BYTES * largest if value != REDUCE_BYTES else 0.0
+    return value * (tokens * (split / tensor + 3 * shape.embed_dim) + 2 * largest - whole) + converted
+
+
+def _at_experts(shape: ModelShape, layout: Layout) -> float:
+    """The backward pass of the experts' last product, or of their first two.
+
+    Of the rows that a device makes room for: six arrays of the experts' width and two of the embedding's, or three and
+    seven (some are transposed copies for the gradients of weights); two of each kind are buffers of the exchange.
+    """
+    tensor, attention = layout.tensor, shape.heads_width + shape.kv_width
+    width = shape.expert_mlp_dim / tensor
+    in_buffers = 2 if layout.expert > 1 else 0
+    rows = received_rows(shape, layout) * (
+        max(6 * width + 2 * shape.embed_dim, 3 * width + 7 * shape.embed_dim) - in_buffers * shape.embed_dim
+    )
+    shared = 4 * shape.num_shared_experts * width
+    tokens = layout.tokens * (4 * shape.embed_dim + 2 * attention / tensor + shared)
+    return layout.value_bytes * (rows + tokens) + _before(shape, layout)
+
+
+def _before(shape: ModelShape, layout: Layout) -> float:
+    """Pipelined reduce-scatters leave the gradients of the block before whole until this one is under way."""
+    return REDUCE_BYTES * block_params(shape, layout) if _has_pipelined_scatters(layout) else 0.0
+
+
+def received_rows(shape: ModelShape, layout: Layout) -> float:
+    """Rows that a device makes room for at its experts; each is one token's choice of one expert."""
+    sizes = (shape.top_k, shape.num_experts, layout.expert, layout.receive_factor)
+    return receive_bound(layout.tokens, *sizes) if shape.num_experts else 0.0
 
 
 def _at_split_attention(shape: ModelShape, layout: Layout) -> float:
@@ -134,13 +173,6 @@ def last_moment(shape: ModelShape, layout: Layout, grads: Gradients) -> Moment:
     )
 
 
-def mlp_values(shape: ModelShape) -> float:
-    """Hidden MLP values per token and block, averaged over dense blocks and blocks with experts."""
-    moe = shape.moe_layers / shape.num_layers
-    chosen = shape.expert_mlp_dim * (shape.top_k + shape.num_shared_experts)
-    return (1 - moe) * shape.mlp_dim + moe * chosen
-
-
 def block_params(shape: ModelShape, layout: Layout) -> float:
     """Matrix elements of the largest block on one device, gathered over the data axes."""
     mlp = shape.mlp_matrices * shape.embed_dim * shape.mlp_dim if shape.dense_layers else 0
@@ -169,10 +201,25 @@ def _head_gradient(shape: ModelShape, layout: Layout) -> float:
 
 
 def _laid_out_anew(shape: ModelShape, layout: Layout) -> float:
-    """Shards of the matrices whose last dim is the embedding, float32, turned round once per step: gathers join the
-    first dim.
+    """Float32 shards that are turned round once per step, since a gather joins first dims.
+
+    Those of matrices whose last dim is the embedding, and of several experts. Stages of uneven size copy all of theirs
+    into their places.
     """
     if layout.strategy != "full":
         return 0.0
+    split = layout.tensor * layout.pipeline
+    if layout.places:
+        return (
+            4
+            * shape.block_params
+            * (layout.places * layout.pipeline / shape.num_layers)
+            / (split * layout.weight_shards)
+        )
     widths = shape.num_layers * shape.heads_width + shape.dense_layers * shape.mlp_dim
-    return 4 * shape.embed_dim * widths / (layout.tensor * layout.pipeline * layout.weight_shards)
+    total = 4 * shape.embed_dim * widths / (split * layout.weight_shards)
+    expert_shards = layout.weight_shards / layout.expert
+    if shape.num_experts and expert_shards > 1:
+        turned = 1.0 if shape.num_experts > layout.expert else 1 / 3
+        total += 4 * turned * shape.routed_params / (split * layout.weight_shards)
+    return total
