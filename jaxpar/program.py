@@ -182,7 +182,7 @@ class Program:
         """Gradients and means of a batch; through the stages of a pipeline, if the mesh has one."""
         if self._staged:
             return self._staged.accumulate
-        return partial(accumulate, self.definition, self.loss_fn, strategy=FsdpStrategy.of(self.config))
+        return partial(accumulate, self.definition, self.loss_fn, strategy=self._strategy)
 
     @cached_property
     def evaluate(self) -> Evaluate:
@@ -192,7 +192,11 @@ class Program:
     @cached_property
     def _staged(self) -> StagedDecoder | None:
         num_stages = self.mesh.shape[PIPELINE_AXIS]
-        return StagedDecoder.of(self.config, self.definition, num_stages) if num_stages > 1 else None
+        return StagedDecoder.of(self.config, self.definition, num_stages, self._strategy) if num_stages > 1 else None
+
+    @property
+    def _strategy(self) -> FsdpStrategy:
+        return FsdpStrategy.of(self.config)
 
     @cached_property
     def abstract_state(self) -> TrainState:

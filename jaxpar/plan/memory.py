@@ -206,7 +206,7 @@ def _state(
     for count, split, state, part in parts:
         params += count * state.params / split
         optimizer += count * state.optimizer / split
-        # ZeRO-1 has gradients whole, in the compute type, and their float32 sum too.
+        # ZeRO-1 has gradients whole, in the compute type, and their float32 sum too. A stage's are of one chunk.
         is_whole = layout.strategy == "optimizer" and split > 1
         own = count * (layout.value_bytes if is_whole else state.grads / split)
         grads[part] += own / layout.chunks if part == "blocks" else own

@@ -10,11 +10,10 @@ from jaxpar.plan.facts import Facts
 
 def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
     """What is not proven to give the same result inside a pipeline."""
-    num_stages, config = facts.mesh.get("pipeline", 1), facts.config
+    num_stages = facts.mesh.get("pipeline", 1)
     others = (
         ("mesh.expert", facts.mesh.get("expert", 1), 1),
         ("model.num_experts", facts.model.num_experts, 0),
-        ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
     )
     for key, value, working in others:
         if num_stages > 1 and value != working:
@@ -24,6 +23,20 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
                 message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
                 remedy=f"set mesh.pipeline=1, or {key}={working}; pipeline goes with data, fsdp, context and tensor",
             )
+
+
+def strategy_over_other_axes(facts: Facts) -> Iterator[Problem]:
+    """Stages with whole weights compute on rows alone: what splits weights must split nothing but rows."""
+    strategy = facts.config.mesh.fsdp_strategy
+    others = {axis: facts.mesh.get(axis, 1) for axis in ("context", "expert") if facts.mesh.get(axis, 1) > 1}
+    if facts.mesh.get("pipeline", 1) > 1 and others and strategy != "full":
+        named = " and ".join(f"mesh.{axis} = {size}" for axis, size in others.items())
+        yield Problem(
+            key="mesh.fsdp_strategy",
+            value=strategy,
+            message=f"in a pipeline together with {named}: not yet",
+            remedy='set mesh.fsdp_strategy="full"',
+        )
 
 
 def capacity_over_context(facts: Facts) -> Iterator[Problem]:
