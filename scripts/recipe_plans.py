@@ -39,8 +39,8 @@ def cluster_of(config: Config) -> Cluster:
 
 
 def compiled(path: Path) -> CompileOutcome:
-    """The step of a recipe, compiled without a GPU; its tokenizer does not matter to the program."""
-    config = load_config(path, ["model.vocab_size=128256"] if load_config(path).data.source == "text" else [])
+    """The step of a recipe, compiled without a GPU."""
+    config = load_config(path)
     return compile_step(config, gpu_target(cluster_of(config)))
 
 

@@ -151,6 +151,8 @@ def head_moment(shape: ModelShape, layout: Layout, grads: Gradients, kept: float
         attention = 2 * (shape.heads_width + shape.kv_width) / layout.tensor
         hidden += value * layout.tokens * (3 * shape.embed_dim + attention)
     logits, gradient = (4 + value) * chunk * vocab, _head_gradient(shape, layout)
+    # Lower ZeRO stages have it among all their whole weights.
+    table = value * vocab * shape.embed_dim if layout.strategy in ("full", "none") else 0.0
     if chunk >= layout.tokens:
         # The gradient of a head in one chunk is formed when the float32 logits are gone; those of several add up.
         logits, gradient = max((logits, 0.0), (value * chunk * vocab, gradient), key=sum)
@@ -159,17 +161,22 @@ def head_moment(shape: ModelShape, layout: Layout, grads: Gradients, kept: float
         grads=grads.summed,
         activations=kept + hidden,
         logits=logits,
-        gathered=_laid_out_anew(shape, layout) + gradient + value * vocab * shape.embed_dim,
+        gathered=_laid_out_anew(shape, layout) + gradient + table,
     )
 
 
 def last_moment(shape: ModelShape, layout: Layout, grads: Gradients) -> Moment:
-    """The end of the backward pass: every gradient is there, and no activation any more."""
-    is_scattered = layout.strategy in ("full", "grads")
+    """The end of the backward pass: every gradient is there, and no activation any more.
+
+    The gradient of a whole embedding (lower ZeRO stages) is added up in float32 before it has its own type.
+    """
+    table = shape.padded_vocab_size * shape.embed_dim / layout.vocab_shards
+    is_whole = layout.strategy in ("grads", "optimizer")
+    waiting = _head_gradient(shape, layout) if layout.strategy in ("full", "grads") else 0.0
     return Moment(
         name="the end of the backward pass",
         grads=grads.summed + grads.blocks + grads.tables,
-        gathered=_head_gradient(shape, layout) if is_scattered else 0.0,
+        gathered=waiting + (table * (REDUCE_BYTES + layout.value_bytes) if is_whole else 0.0),
     )
 
 

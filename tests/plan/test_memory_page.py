@@ -26,4 +26,4 @@ def test_planned_columns_are_up_to_date_and_near_the_compiled_one(row):
     total = memory_table.used_bytes(memory) / memory_table.GIB
     assert row[3] == f"{total:.2f}"
     assert row[5:] == memory_table.planned_cells(memory)
-    assert total == pytest.approx(float(row[2]), rel=0.05)
+    assert total == pytest.approx(float(row[2]), rel=0.07)
