@@ -9,9 +9,10 @@ CUDA compiler's peak is within 5% (``tests/h100``). Assumes fused attention: no 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
-from jaxpar.plan.layout import Layout, Strategy
+from jaxpar.plan.layout import SAVED_WORK, Layout, Strategy
 from jaxpar.plan.moments import Gradients, block_moment, head_moment, last_moment, received_rows
 from jaxpar.plan.shape import ModelShape
 
@@ -99,22 +100,25 @@ def state_memory(
     return tuple(params * size / by for size, by in zip(sizes, split, strict=True))
 
 
-def microbatches_in_flight(layout: Layout) -> float:
-    """Stage inputs that the first stage holds, in microbatches of one chunk.
+def buffer_slots(layout: Layout) -> int:
+    """Stage inputs, and gradients of stage outputs, that a stage has room for: at least the slots of the table.
 
-    gpipe: m. 1f1b in lock step: min(m, 2p - 1). Interleaved with v chunks: min(v m, (v + 1) p - 3), at least that of
-    1f1b. (The asynchronous forms, min(m, p) and p v + p - 1 of arXiv 2104.04473, need fewer: a schedule that runs on
-    all stages at once has its arrivals wait.)
+    With m microbatches in g groups of at most s = ceil(m / g) that pass a chunk together (g = m // p; breadth first: 1)
+    (v - 1) s + min(m + 1, 2p - 3) activations and (v - 1) (s - p) + 1 gradients; gpipe m + 1 and m. (Asynchronous
+    schedules, min(m, p) and p v + p - 1 in arXiv 2104.04473, need fewer: in lock step arrivals wait.)
     """
     stages, m, chunks = layout.pipeline, layout.microbatches, layout.chunks
     if stages == 1:
-        return 1.0
+        return 0
     if layout.schedule == "gpipe":
-        return m
-    lock_step = 2 * stages - 1
+        return m + (m if stages == 2 else m + 1)
+    turning = min(m + 1, 2 * stages - 3)
     if chunks == 1:
-        return min(m, lock_step)
-    return min(chunks * m, max(lock_step, (chunks + 1) * stages - 3))
+        return turning + 1
+    groups = 1 if layout.schedule == "breadth_first" else max(1, m // stages)
+    size = math.ceil(m / groups)
+    late = (size - stages) * (chunks - 1 if groups > 1 else 1)
+    return (chunks - 1) * size + turning + max(1, late + 1)
 
 
 def kept_per_token(shape: ModelShape, layout: Layout) -> float:
@@ -122,10 +126,10 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
 
     In values of the compute type, with D embed, Q query width, K key width, F MLP width (all chosen experts'):
     full D; selective and offload D and what ``remat_save`` names, by default 2 D + 2 Q + 2 K; dots D + 2 Q + 2 K + 2 F;
-    none 12 D + 2 Q + 2 K + 5 F. Attention that is kept is kept with its float32 log-sums. A pipeline stage keeps all
-    that has a name (``jaxpar.program``); routed experts' activations have none. The D before and after a block is split
-    by the tensor axis like everything else but the rows of experts, of which there are as many as a device makes room
-    for, with two D and six F each.
+    none 12 D + 2 Q + 2 K + 5 F. Attention that is kept is kept with its float32 log-sums.
+    Routed experts' activations have no names. The D before and after a block is split by the tensor axis like
+    everything else but the rows of experts, of which there are as many as a device makes room for, with two D and six F
+    each.
     """
     value = layout.value_bytes
     embed, heads, keys = shape.embed_dim, shape.heads_width, shape.kv_width
@@ -141,18 +145,16 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
         "gate": named_mlp if shape.mlp_matrices == 3 else 0,
         "up": named_mlp,
     }
-    remat = "selective" if layout.pipeline > 1 else layout.remat
-    saved = set(named) if layout.pipeline > 1 else set(layout.remat_save)
-    selective = embed + sum(named[name] for name in saved)
+    selective = embed + sum(named[name] for name in set(layout.remat_save))
     values = {
         "full": embed,
         "selective": selective,
         "offload": selective,
         "dots": embed + 2 * heads + 2 * keys + 2 * named_mlp + 2 * rows * shape.expert_mlp_dim,
         "none": 12 * embed + 2 * heads + 2 * keys + 5 * named_mlp + 6 * rows * shape.expert_mlp_dim,
-    }[remat]
-    whole = 2 * rows * embed if remat in ("dots", "none") else 0.0
-    has_log_sums = remat == "none" or (remat == "selective" and "attention" in saved)
+    }[layout.remat]
+    whole = 2 * rows * embed if layout.remat in ("dots", "none") else 0.0
+    has_log_sums = layout.remat == "none" or (layout.remat == "selective" and "attention" in layout.remat_save)
     log_sums = 4 * shape.num_heads if has_log_sums else 0
     return (value * values + log_sums) / layout.tensor + value * whole
 
@@ -220,13 +222,16 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
     blocks = layout.stage_layers(shape.num_layers)
     kept = layout.tokens * kept_per_token(shape, layout)
     if layout.remat == "offload":
-        # On the host but for the block at work and the one on its way.
-        blocks = min(blocks, 2)
+        # On the host but for the block on its way.
+        blocks = min(blocks, 1)
     if layout.pipeline == 1:
         return blocks * kept
     value = layout.value_bytes
     stage_input = layout.tokens * shape.embed_dim * value / layout.tensor
-    return microbatches_in_flight(layout) * stage_input + blocks / layout.chunks * kept
+    # A chunk that goes back keeps all that has a name, whatever waits between the stages.
+    at_work = dataclasses.replace(layout, remat="selective", remat_save=tuple(SAVED_WORK))
+    kept = layout.tokens * kept_per_token(shape, at_work)
+    return buffer_slots(layout) * stage_input + blocks / layout.chunks * kept
 
 
 def chunk_tokens(shape: ModelShape, layout: Layout, loss_chunk_tokens: int) -> float:
@@ -260,7 +265,8 @@ def training_memory(
     chunk = chunk_tokens(shape, layout, loss_chunk_tokens)
     peak = max(
         block_moment(shape, layout, grads, kept),
-        head_moment(shape, layout, grads, kept, chunk),
+        # What is offloaded is all on the host then.
+        head_moment(shape, layout, grads, 0.0 if layout.remat == "offload" else kept, chunk),
         last_moment(shape, layout, grads),
         key=lambda moment: moment.total_bytes,
     )

@@ -210,19 +210,15 @@ def _head_gradient(shape: ModelShape, layout: Layout) -> float:
 def _laid_out_anew(shape: ModelShape, layout: Layout) -> float:
     """Float32 shards that are turned round once per step, since a gather joins first dims.
 
-    Those of matrices whose last dim is the embedding, and of several experts. Stages of uneven size copy all of theirs
-    into their places.
+    Those of matrices whose last dim is the embedding, and of several experts. A stage that runs other layers than it
+    keeps (chunks, uneven stages) has a copy of all that it runs.
     """
     if layout.strategy != "full":
         return 0.0
     split = layout.tensor * layout.pipeline
-    if layout.places:
-        return (
-            4
-            * shape.block_params
-            * (layout.places * layout.pipeline / shape.num_layers)
-            / (split * layout.weight_shards)
-        )
+    if layout.places or layout.chunks > 1:
+        run = layout.stage_layers(shape.num_layers) / shape.num_layers
+        return 4 * shape.block_params * run / (layout.tensor * layout.weight_shards)
     widths = shape.num_layers * shape.heads_width + shape.dense_layers * shape.mlp_dim
     total = 4 * shape.embed_dim * widths / (split * layout.weight_shards)
     expert_shards = layout.weight_shards / layout.expert

@@ -82,7 +82,6 @@ RULES: tuple[Rule, ...] = (
     mesh_rules.strategy_shards_something,
     support_rules.pipeline_with_other_axes,
     support_rules.strategy_over_other_axes,
-    support_rules.capacity_over_context,
     *MODEL_RULES,
     model_rules.vocabulary_holds_tokenizer,
     *_SHARDING_RULES,

@@ -37,14 +37,3 @@ def strategy_over_other_axes(facts: Facts) -> Iterator[Problem]:
             message=f"in a pipeline together with {named}: not yet",
             remedy='set mesh.fsdp_strategy="full"',
         )
-
-
-def capacity_over_context(facts: Facts) -> Iterator[Problem]:
-    """A capacity per row, where a row lies on several devices."""
-    if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:
-        yield Problem(
-            key="model.capacity_factor",
-            value=facts.model.capacity_factor,
-            message="counts the tokens of a row, which the context axis splits: not yet",
-            remedy="model.capacity_factor=0 (nothing is dropped), or mesh.context=1",
-        )
