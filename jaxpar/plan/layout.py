@@ -153,6 +153,14 @@ class Layout:
         }
 
 
+def strategy_overrides(layout: Layout) -> list[str]:
+    """Config overrides that give a layout its strategy."""
+    if layout.strategy in ("optimizer", "grads"):
+        return [f"mesh.fsdp_strategy={layout.strategy}"]
+    # Stages would otherwise gather once per step where that fits.
+    return ["pipeline.gather=per_microbatch"] if layout.strategy == "full" and layout.pipeline > 1 else []
+
+
 def mesh_layout(
     mesh: Mapping[str, int],
     *,

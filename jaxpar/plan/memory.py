@@ -208,10 +208,10 @@ def _state(
     for count, split, state, part in parts:
         params += count * state.params / split
         optimizer += count * state.optimizer / split
-        # ZeRO-1 has gradients whole, in the compute type, and their float32 sum too. A stage's are of one chunk.
+        # ZeRO-1 has gradients whole, in the compute type, and their float32 sum too. Else a stage's are of one chunk.
         is_whole = layout.strategy == "optimizer" and split > 1
-        own = count * (layout.value_bytes if is_whole else state.grads / split)
-        grads[part] += own / layout.chunks if part == "blocks" else own
+        chunks = layout.chunks if part == "blocks" else 1
+        grads[part] += count * (layout.value_bytes if is_whole else state.grads / split / chunks)
         if layout.microbatches > 1 or layout.pipeline > 1:
             grads["summed"] += count * state.grads / (1 if is_whole else split)
     return params, optimizer, Gradients(**grads)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxpar.plan.evaluation import SAFE_MARGIN, Evaluation, Task, evaluate, memory_of, trains_today
-from jaxpar.plan.layout import Layout, Strategy, mesh_layout
+from jaxpar.plan.layout import Layout, Strategy, mesh_layout, strategy_overrides
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
 from jaxpar.plan.memory import GIB, Memory
 
@@ -204,8 +204,7 @@ def layout_overrides(layout: Layout) -> str:
     """The config overrides of a layout."""
     settings = [f"mesh.{axis}={size}" for axis, size in layout.mesh.items()]
     settings += [f"train.microbatches={layout.microbatches}", f"train.remat={layout.remat}"]
-    if layout.strategy in ("optimizer", "grads"):
-        settings.append(f"mesh.fsdp_strategy={layout.strategy}")
+    settings += strategy_overrides(layout)
     if layout.pipeline > 1:
         settings += [f"pipeline.schedule={layout.schedule}", f"pipeline.chunks={layout.chunks}"]
     return " ".join(settings)

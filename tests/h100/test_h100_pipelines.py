@@ -6,7 +6,10 @@ from tests.h100.test_h100_programs import LLAMA_8B, MIB, large_in_loops, report_
 
 pytestmark = pytest.mark.proof
 
-SIZE = (*LLAMA_8B[:1], "data.seq_len=4096", "mesh.pipeline=4", "mesh.fsdp=2", "--devices", "8", "--gpu", "h100")
+SIZE = (
+    *(*LLAMA_8B[:1], "data.seq_len=4096", "mesh.pipeline=4", "mesh.fsdp=2", "pipeline.gather=per_microbatch"),
+    *("--devices", "8", "--gpu", "h100"),
+)
 PROGRAMS = {
     "1f1b": ("model.num_layers=8", "data.pack=false", "train.microbatches=4", "train.global_batch_size=8"),
     "1f1b, 32": ("model.num_layers=8", "data.pack=false", "train.microbatches=32", "train.global_batch_size=64"),
