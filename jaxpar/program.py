@@ -74,8 +74,8 @@ class Program:
     """None for a model that is not ours."""
     grouped: KernelChoice | None
     """What multiplies the rows of the experts; None without experts."""
-    gather: GatherChoice
-    """How often stages gather their weights, and so the strategy."""
+    gather: GatherChoice | None
+    """How often stages gather their weights, and so the strategy; None for a model that is not ours."""
     options: CompilerOptions
 
     @classmethod
