@@ -31,6 +31,8 @@ class Task:
     state: StateBytes = FLOAT32_STATE
     memory_fraction: float = 0.92
     loss_chunk_tokens: int = 0
+    receive_factor: float = 0.0
+    """``mesh.expert_receive_factor`` of layouts that are tried."""
     constants: Constants = CONSTANTS
 
 
@@ -125,6 +127,7 @@ def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
         state=state_bytes(config),
         memory_fraction=config.runtime.memory_fraction,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
+        receive_factor=config.mesh.expert_receive_factor,
     )
 
 

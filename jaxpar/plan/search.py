@@ -155,6 +155,7 @@ def _fitting(task: Task, mesh: dict[str, int], **settings: object) -> Iterator[t
             seq_len=task.seq_len,
             microbatches=microbatches,
             precision=task.precision,
+            receive_factor=task.receive_factor,
             **settings,
         )
         memory = memory_of(task, layout)
@@ -331,5 +332,6 @@ def _smallest(task: Task, mesh: dict[str, int]) -> Evaluation | None:
         microbatches=rows,
         remat="full",
         precision=task.precision,
+        receive_factor=task.receive_factor,
     )
     return evaluate(task, layout)

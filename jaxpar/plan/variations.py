@@ -9,6 +9,9 @@ from jaxpar.plan.evaluation import Evaluation, Task, evaluate
 from jaxpar.plan.layout import Layout, mesh_layout, strategy_overrides
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
 
+RECEIVE_FACTOR = 1.5
+"""Room for exchanged rows that a mixture of experts with balanced load does with."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variation:
@@ -41,6 +44,7 @@ def with_changes(task: Task, layout: Layout, mesh: Mapping[str, int] | None = No
         "strategy": "full" if layout.strategy == "none" else layout.strategy,
         "schedule": layout.schedule,
         "chunks": layout.chunks if mesh["pipeline"] > 1 else 1,
+        "receive_factor": layout.receive_factor,
         "context_mode": layout.context_mode if mesh["context"] == layout.context else "auto",
         **changes,
     }
@@ -74,6 +78,10 @@ def _changes(task: Task, layout: Layout) -> Iterator[tuple[str, str, Layout | No
     if m % 2 == 0:
         fewer = m // 2
         yield f"{fewer} microbatches", f"train.microbatches={fewer}", with_changes(task, layout, microbatches=fewer)
+    if layout.expert > 1 and not layout.receive_factor:
+        name = f"room for {RECEIVE_FACTOR} times the rows of an even load"
+        overrides = f"mesh.expert_receive_factor={RECEIVE_FACTOR}"
+        yield name, overrides, with_changes(task, layout, receive_factor=RECEIVE_FACTOR)
     if layout.strategy in ("optimizer", "grads"):
         overrides = "mesh.fsdp_strategy=full" + (" pipeline.gather=per_microbatch" if layout.pipeline > 1 else "")
         yield "shard parameters too (fsdp full)", overrides, with_changes(task, layout, strategy="full")

@@ -95,7 +95,8 @@ def test_axes_that_training_does_not_have_are_planned():
     assert zero_1["memory"]["optimizer"] == zero_3["memory"]["optimizer"]
     # Weights and gradients whole in bfloat16, instead of a few blocks and a float32 shard.
     assert zero_1["memory"]["gathered"] > 2 * 8.03e9
-    assert zero_1["memory"]["grads"] == pytest.approx(2 * 8.03e9, rel=0.01)
+    # Of the blocks; the head's waits among what is whole, and the embedding's comes after the peak.
+    assert zero_1["memory"]["grads"] == pytest.approx(2 * (8.03e9 - 2 * 128256 * 4096), rel=0.01)
 
 
 def test_public_models_that_no_config_can_say():
