@@ -211,8 +211,11 @@ def tidy(directory: Path) -> list[str]:
         if not entry.is_dir():
             continue
         if _REMNANT.fullmatch(entry.name):
-            shutil.rmtree(entry)
-            done.append(f"removed {entry.name}")
+            try:
+                shutil.rmtree(entry)
+                done.append(f"removed {entry.name}")
+            except OSError as error:  # it is in nobody's way
+                done.append(f"{entry.name} could not be removed: {error}")
         elif _STEP.fullmatch(entry.name) and fault(entry) is not None:
             done.append(f"step {entry.name} is set aside as {set_aside(entry).name}")
     return done
@@ -231,6 +234,12 @@ def left_aside(directory: Path) -> list[str]:
         elif aside := _ASIDE.fullmatch(entry.name):
             found.append(f"{entry.name}: step {aside[1]} was {aside[2]} and set aside by a run that started here")
     return found
+
+
+def unfinished_copies(directory: Path) -> list[int]:
+    """Steps whose copy to this directory was interrupted."""
+    names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+    return sorted(int(copy[1]) for copy in map(_COPY.fullmatch, names) if copy)
 
 
 def damaged_steps(directory: Path) -> list[str]:
