@@ -511,8 +511,10 @@ def test_old_steps_that_cannot_be_removed_are_a_warning(tmp_path, monkeypatch):
         (warning,) = warnings
         assert warning.startswith("step 2 is saved in ")
         assert warning.endswith("older checkpoints could not be removed: Device or resource busy")
-    with Store(tmp_path) as store:
+    with Store(tmp_path, keep=1, warn=warnings.append) as store:
         assert store.steps() == [2]
         assert store.tidy() == ["1.removing could not be removed: Device or resource busy"]
         broken = False
-        assert store.tidy() == ["removed 1.removing"]
+        store.save(3, {"params": {"w": put(np.ones(3))}}, {})
+    assert len(warnings) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
