@@ -1,0 +1,38 @@
+"""The recipes of configs/ as the CUDA compiler makes them, without a GPU: memory and lints as their heads say."""
+
+import pytest
+
+from tests.experiments.test_recipes import RECIPES, recipe_plans
+
+pytestmark = pytest.mark.proof
+
+EXPOSED = {
+    # The norm of all gradients comes before the first update, so the last sum over data has nothing beside it.
+    "llama-3.1-8b-64": {("all-reduce", "data")},
+    # Rows go to their experts and back, and a block has nothing else to do.
+    "mixtral-8x7b-64": {("ragged-all-to-all", "expert"), ("all-gather", "fsdp"), ("reduce-scatter", "fsdp")},
+    "qwen3-30b-a3b-64": {("ragged-all-to-all", "expert")},
+    "qwen3-235b-a22b-512": {("ragged-all-to-all", "expert")},
+}
+"""Collectives, (op, axis), of at least 2% of a step's bytes that nothing hides. No recipe has another lint."""
+
+
+@pytest.fixture(params=RECIPES, ids=lambda path: path.stem, scope="module")
+def recipe(request):
+    """Path of a recipe, and its compiled step."""
+    return request.param, recipe_plans.compiled(request.param)
+
+
+def test_head_says_what_the_compiler_says(recipe):
+    path, outcome = recipe
+    told, found = recipe_plans.compiler_line_of(path), recipe_plans.compiler_line(outcome)
+    assert told.partition("lints")[2] == found.partition("lints")[2]
+    assert recipe_plans.numbers(told) == pytest.approx(recipe_plans.numbers(found), rel=0.02)
+
+
+def test_no_lint_but_the_stated_exposures(recipe):
+    path, outcome = recipe
+    exposed = EXPOSED.get(path.stem, set())
+    assert {lint.rule for lint in outcome.lints} == ({"collective not overlapped"} if exposed else set())
+    for lint in outcome.lints:
+        assert any(lint.message.startswith(op) and f"over {axis} " in lint.message for op, axis in exposed), lint
