@@ -94,6 +94,8 @@ class Layout:
     """Kernel written for the GPU's generation (cuDNN, tokamax), or one that runs on any (FlashAttention-2)."""
     is_head_spread: bool = True
     """The vocabulary is spread over pipeline x tensor; else the last stage computes the head alone."""
+    is_packed: bool = False
+    """Rows hold several documents, whose attention is tokamax's."""
     receive_factor: float = 0.0
     """``mesh.expert_receive_factor``: room for exchanged rows over an even load; 0: for the worst case."""
     experts_over_tensor: bool = True
@@ -176,6 +178,7 @@ def mesh_layout(
     remat_save: tuple[str, ...] = DEFAULT_SAVE,
     context_mode: str = "auto",
     receive_factor: float = 0.0,
+    is_packed: bool = False,
 ) -> Layout:
     """The layout of a mesh; the batch divides by it."""
     is_staged = mesh["pipeline"] > 1
@@ -202,6 +205,7 @@ def mesh_layout(
         precision=precision,
         remat_save=remat_save,
         receive_factor=receive_factor,
+        is_packed=is_packed,
     )
 
 
@@ -222,6 +226,7 @@ def layout_of(facts: Facts) -> Layout:
         remat_save=config.train.remat_save,
         context_mode=config.mesh.context_mode,
         receive_factor=config.mesh.expert_receive_factor,
+        is_packed=config.data.pack,
     )
 
 
