@@ -63,6 +63,19 @@ def test_weights_are_gathered_in_the_loops_in_the_compute_type(compiled):
     assert "gather of stacked weights" not in {lint["rule"] for lint in compiled["lints"]}
 
 
+def test_weights_gathered_once_per_step_leave_nothing_over_fsdp_in_the_loop():
+    arguments = [argument.replace("per_microbatch", "per_step") for argument in SIZE]
+    compiled = report_of(*arguments, *PROGRAMS["1f1b"])["compiled"]
+    rows = [row for row in compiled["collectives"] if row["axis"] == "fsdp" and row["bytes"] / row["count"] >= MIB]
+    assert {(row["op"], row["dtype"], row["loop"]) for row in rows} == {
+        ("all-gather", "bf16", None),
+        ("reduce-scatter", "f32", None),
+    }
+    assert "gather of stacked weights" not in {lint["rule"] for lint in compiled["lints"]}
+    # The arithmetic has all gradients of a microbatch at one time.
+    assert 0 <= compiled["difference"] <= 0.2
+
+
 def test_memory_is_what_the_arithmetic_says(compiled):
     """With few layers per stage; with 8 the copies of transposed weights that XLA keeps are 6% (tests/plan)."""
     assert abs(compiled["difference"]) <= 0.05, compiled["difference"]
