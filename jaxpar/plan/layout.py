@@ -9,7 +9,7 @@ from typing import Literal
 from jaxpar.config.schema import TrainConfig
 from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.facts import Facts
-from jaxpar.schedule import split_layers
+from jaxpar.schedule.counts import layer_counts
 
 Precision = Literal["float32", "bfloat16", "float8", "float8_row", "mxfloat8", "float4"]
 """Type of the matrix products; the float8 and float4 recipes differ in how values are scaled."""
@@ -235,10 +235,10 @@ def _places(facts: Facts) -> int:
     pipeline, num_stages = facts.config.pipeline, facts.mesh["pipeline"]
     if pipeline.layers_per_stage == "even" or num_stages == 1:
         return 0
-    split = split_layers(
+    counts = layer_counts(
         facts.model.num_layers,
         num_stages=num_stages,
         num_chunks=pipeline.chunks,
         layers_per_stage=pipeline.layers_per_stage,
     )
-    return split.max_layers * pipeline.chunks
+    return max(counts) * pipeline.chunks
