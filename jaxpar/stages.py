@@ -17,7 +17,7 @@ from jax.sharding import reshard
 from jaxpar import pipeline
 from jaxpar.collectives import current_mesh
 from jaxpar.config.schema import Config
-from jaxpar.loss import hidden_loss
+from jaxpar.loss import hidden_loss, router_losses
 from jaxpar.mesh import used_axes
 from jaxpar.model.dropout import KEYS
 from jaxpar.placement import Placement
@@ -62,7 +62,8 @@ class StagedDecoder:
         result = run(self._staged(params[LAYERS]), _ends(params), dict(batch))
         layer_grads = {name: result.weight_grads[name] for name in params[LAYERS]}
         grads = {LAYERS: jax.tree.map(self.placement.from_stages, layer_grads), **result.end_grads}
-        return mean_over_tokens(grads, {"loss": result.loss + result.aux, **result.sums})
+        sums = {"loss": result.loss + result.aux, **result.sums, **self._router_sums(result.stage_sums)}
+        return mean_over_tokens(grads, sums)
 
     def evaluate(self, params: dict, batch: Batch) -> Metrics:
         """As ``jaxpar.step.evaluate``: sums of cross entropy and tokens, by the forward lanes of the schedule."""
@@ -77,6 +78,13 @@ class StagedDecoder:
         by_stage = {name: reshard(jnp.asarray(table), P(None, PIPELINE_AXIS)) for name, table in tables.items()}
         return jax.tree.map(self.placement.to_stages, layers) | by_stage
 
+    def _router_sums(self, by_stage: Metrics) -> Metrics:
+        """What the stages say about their routers, as ``jaxpar.loss.next_token_loss`` says it."""
+        if not by_stage:
+            return {}
+        routing = jax.tree.map(self.placement.from_stages, by_stage["routing"])
+        return {name: value.sum() for name, value in by_stage.items() if name != "routing"} | {"routing": routing}
+
     def _functions(self) -> dict[str, object]:
         """What ``jaxpar.pipeline`` runs, each on one microbatch; and the axes that only split its rows."""
         bind, train = self.definition.bind, self.config.train
@@ -84,12 +92,14 @@ class StagedDecoder:
         def embed(ends: dict, side: Mapping[str, jax.Array]) -> jax.Array:
             return bind(ends).embedded(side["tokens"], side["positions"], side.get(KEYS))
 
-        def stage(weights: dict, x: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def stage(weights: dict, x: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, dict]:
             weights = dict(weights)
             numbers, present = weights.pop(_NUMBERS), weights.pop(_PRESENT, None)
             decoder = bind({LAYERS: weights})
             info = decoder.sequence_info(side["positions"], side["segment_ids"])
-            return decoder.run_layers(x, info, side.get(KEYS), numbers, present), jnp.float32(0)
+            y, routing = decoder.run_layers(x, info, side.get(KEYS), numbers, present)
+            router_loss, sums = router_losses(decoder.model, routing, side["weights"]) if routing else (0.0, {})
+            return y, router_loss, sums
 
         def loss(ends: dict, y: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
             decoder = bind(ends)

@@ -12,8 +12,7 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
     """What is not proven to give the same result inside a pipeline."""
     num_stages, config = facts.mesh.get("pipeline", 1), facts.config
     others = (
-        ("mesh.expert", facts.mesh.get("expert", 1), 1),
-        ("model.num_experts", facts.model.num_experts, 0),
+        ("model.first_dense_layers", facts.model.first_dense_layers, 0),
         ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
     )
     for key, value, working in others:
