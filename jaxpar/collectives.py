@@ -161,14 +161,14 @@ def unreduced(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return lax.pcast(x, tuple(sorted(axes)), to="unreduced") if axes else x
 
 
-def defer_reduction(params: object) -> object:
-    """Mark parameters so that their gradients stay partial sums over every axis that does not shard them."""
+def defer_reduction(params: object, axes: tuple[str, ...] = REDUCTION_AXES) -> object:
+    """Mark parameters so that their gradients stay partial sums over those of ``axes`` that do not shard them."""
     mesh = current_mesh()
 
     def mark(param: jax.Array) -> jax.Array:
         spec = spec_of(param)
         own = {axis for entry in spec.partitions for axis in axes_of(entry)}
-        deferred = {axis for axis in REDUCTION_AXES if mesh.shape[axis] > 1 and axis not in own}
+        deferred = {axis for axis in axes if mesh.shape[axis] > 1 and axis not in own}
         return reshard(param, P(*spec.partitions, reduced=deferred)) if deferred else param
 
     return jax.tree.map(mark, params)
@@ -193,6 +193,10 @@ class HeldWeight:
     """As at rest; differentiated, never read."""
     whole: jax.Array
     """Result of ``gather_shards``; read, never differentiated."""
+    dim: int = dataclasses.field(metadata={"static": True})
+    """The dim that was gathered, counted from the end (-1 is the last): loops take dims away in front."""
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    """Mesh axes that split it at rest."""
 
     def __getitem__(self, index: object) -> HeldWeight:
         """NNX reads a variable as ``value[...]``."""
@@ -225,19 +229,20 @@ def gather_shards(weight: jax.Array, dim: int, compute: jnp.dtype) -> jax.Array:
     return gather(weight)
 
 
-def scatter_gradient(grad: jax.Array, spec: P, dim: int, reduce: jnp.dtype) -> jax.Array:
+def scatter_gradient(grad: jax.Array, spec: P, dim: int, axes: tuple[str, ...], reduce: jnp.dtype) -> jax.Array:
     """Partial sums of a whole weight's gradient -> the shard of their sum, reduce-scattered over the axes of a dim.
 
     Args:
-        grad: whole in ``dim``, ``unreduced`` over the axes that shard it and over ``spec.reduced``.
-        spec: of the weight that ``gather_shards`` was given.
-        dim: the dim that it made whole.
+        grad: whole in ``dim``, ``unreduced`` over ``axes`` and ``spec.reduced``; or in a region that is manual over
+            ``axes`` (of which ``spec`` then says nothing), each device's own.
+        spec: of the shard.
+        dim: the dim that is whole.
+        axes: mesh axes that split it at rest.
         reduce: dtype that travels, and of the result.
     """
-    axes = axes_of(spec.partitions[dim])
     scatter = island(
         lambda g: lax.psum_scatter(g.astype(reduce), axes, scatter_dimension=dim, tiled=True),
-        in_specs=P(*_without(spec, dim), unreduced={*spec.reduced, *axes}),
+        in_specs=P(*_without(spec, dim), unreduced={*spec.reduced, *axes_of(spec.partitions[dim])}),
         out_specs=P(*spec.partitions, unreduced=spec.reduced),
     )
     return scatter(grad)
@@ -252,12 +257,10 @@ def opened(weight: jax.Array | HeldWeight, reduce: jnp.dtype) -> jax.Array:
     """A weight as it is to be used: one that is held is whole, and its gradient is reduce-scattered to its shard."""
     if not isinstance(weight, HeldWeight):
         return weight
-    spec, dtype = spec_of(weight.shard), weight.shard.dtype
-    entries = zip(spec.partitions, spec_of(weight.whole).partitions, strict=True)
-    (dim,) = [dim for dim, (at_rest, in_use) in enumerate(entries) if at_rest != in_use]
+    spec, dtype, dim = spec_of(weight.shard), weight.shard.dtype, weight.shard.ndim + weight.dim
 
     def scatter(_: None, grad: jax.Array) -> tuple[jax.Array, None]:
-        return scatter_gradient(grad, spec, dim, reduce).astype(dtype), None
+        return scatter_gradient(grad, spec, dim, weight.axes, reduce).astype(dtype), None
 
     @jax.custom_vjp
     def use(_shard: jax.Array, whole: jax.Array) -> jax.Array:
@@ -290,7 +293,7 @@ def gather_weight(weight: jax.Array | HeldWeight, compute: jnp.dtype, reduce: jn
         return gather_shards(w, dim, compute)
 
     def scatter(_: None, grad: jax.Array) -> tuple[jax.Array]:
-        return (scatter_gradient(grad, spec, dim, reduce).astype(dtype),)
+        return (scatter_gradient(grad, spec, dim, axes_of(spec.partitions[dim]), reduce).astype(dtype),)
 
     gathered.defvjp(lambda w: (gathered(w), None), scatter)
     return gathered(weight)

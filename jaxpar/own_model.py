@@ -143,6 +143,7 @@ class OwnProgram(Program):
             plan=dataclasses.replace(plan, num_params=definition.num_params),
             mesh=mesh,
             attention=None,
+            grouped=None,
             options=choose_options(config, mesh),
             definition=definition,
             optimizer=make_optimizer(config.optim, definition.logical_axes, compute=config.precision.compute),

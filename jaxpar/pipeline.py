@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -30,9 +31,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, spec_of, sum_over, vary_over
+from jaxpar.collectives import current_mesh, spec_of, sum_over, unreduced, vary_over
 from jaxpar.schedule import Schedule
-from jaxpar.sharding import PIPELINE_AXIS, axes_of
+from jaxpar.sharding import PIPELINE_AXIS
+from jaxpar.trained import Trained, gradient_specs, manual_part, zero_gradient
 
 Embed = Callable[[object, object], jax.Array]
 Stage = Callable[[object, jax.Array, object], tuple[jax.Array, jax.Array, object]]
@@ -51,13 +53,19 @@ class Result(NamedTuple):
     stage_sums: object
     """Sums of the arrays that ``stage`` returns besides ``aux``: leaves [chunks, stages, ...]."""
     weight_grads: object
-    """Gradient of loss + aux for ``weights``: same tree and shapes, None for leaves that are not floating point."""
+    """Gradient of loss + aux for ``weights``: same tree and shapes, None for leaves that have none."""
     end_grads: object
     """The same for ``ends``."""
 
 
 def value_and_grad(
-    schedule: Schedule, *, embed: Embed, stage: Stage, loss: Loss, replica_axes: tuple[str, ...] = ()
+    schedule: Schedule,
+    *,
+    embed: Embed,
+    stage: Stage,
+    loss: Loss,
+    replica_axes: tuple[str, ...] = (),
+    sum_dtype: jnp.dtype | None = None,
 ) -> Callable[[object, object, object], Result]:
     """A function ``(weights, ends, sides) -> Result`` that runs all microbatches through the pipeline.
 
@@ -68,23 +76,33 @@ def value_and_grad(
     - ``ends``: everything else that is trained. Leaves sharded over ``pipeline`` arrive as the stage's own shard;
     - ``sides``: leaves [microbatches, ...], not sharded over ``pipeline``.
 
-    With ``replica_axes``, mesh axes that split nothing but the rows of ``sides`` (``data``), gradients are added up
-    over them once at the end, not once per microbatch. The three functions then see the rows of one replica, and must
-    not communicate over these axes. (``collectives.defer_reduction`` does not do it here: JAX 0.12 has no dynamic slice
-    of arrays that are ``reduced`` or ``unreduced`` over one axis at an index that varies over another.)
+    A ``HeldWeight`` among weights or ends is trained through its shard.
+
+    With ``replica_axes``, mesh axes that split the rows of ``sides`` (``data``; ``fsdp`` if weights are whole), the
+    three functions see the rows of one replica, and do not communicate over these axes unless they reduce-scatter the
+    gradient of a held weight. Every other weight is ``reduced`` over them (``collectives.defer_reduction``), and its
+    gradient comes back ``unreduced``: a partial sum of each replica over all microbatches. (Inside, these axes are
+    manual: JAX 0.12 has no dynamic slice of arrays that are ``reduced`` or ``unreduced`` over one axis at an index that
+    varies over another.)
+
+    Gradients are added up in ``sum_dtype``, by default the type of each leaf.
 
     The backward pass of a stage runs its forward pass again from the chunk's input. What ``stage`` itself
     rematerialises is computed a third time.
 
     Raises:
-        ValueError: The mesh has another number of stages, or a function returns something else than it should.
+        ValueError: The mesh has another number of stages, a function returns something else than it should, or a
+            weight is neither sharded nor ``reduced`` over a replica axis.
     """
 
     def body(*arguments: object) -> Result:
-        return _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run()
+        return _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run(sum_dtype)
 
-    by_stage = P(None, PIPELINE_AXIS)
-    return _on_stages(schedule, body, replica_axes, lambda ends: Result(P(), P(), P(), by_stage, by_stage, ends))
+    def out_specs(weights: object, ends: object) -> Result:
+        by_stage = P(None, PIPELINE_AXIS)
+        return Result(P(), P(), P(), by_stage, *(gradient_specs(tree, replica_axes) for tree in (weights, ends)))
+
+    return _on_stages(schedule, body, replica_axes, out_specs)
 
 
 def forward(
@@ -98,13 +116,13 @@ def forward(
     def body(*arguments: object) -> tuple[jax.Array, object]:
         return _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run_forward()
 
-    return _on_stages(schedule, body, replica_axes, lambda _: (P(), P()))
+    return _on_stages(schedule, body, replica_axes, lambda *_: (P(), P()))
 
 
 def _on_stages(
-    schedule: Schedule, body: Callable, replica_axes: tuple[str, ...], out_specs: Callable[[object], object]
+    schedule: Schedule, body: Callable, replica_axes: tuple[str, ...], out_specs: Callable[[object, object], object]
 ) -> Callable:
-    """``body(weights, ends, sides)`` as each stage runs it; ``out_specs`` makes those of its result from ``ends``'."""
+    """``body(weights, ends, sides)`` as each stage runs it; ``out_specs(weights, ends)`` are those of its result."""
 
     def run(weights: object, ends: object, sides: object) -> object:
         num_stages = current_mesh().shape[PIPELINE_AXIS]
@@ -112,13 +130,12 @@ def _on_stages(
             raise ValueError(
                 f"the schedule has {schedule.num_stages} stages, but mesh axis {PIPELINE_AXIS} has {num_stages}"
             )
-        end_specs = jax.tree.map(lambda leaf: _manual_part(leaf, (PIPELINE_AXIS,)), ends)
-        side_specs = jax.tree.map(lambda leaf: _manual_part(leaf, replica_axes), sides)
+        axes = (PIPELINE_AXIS, *replica_axes)
         return jax.shard_map(
             body,
-            in_specs=(P(None, PIPELINE_AXIS), end_specs, side_specs),
-            out_specs=out_specs(end_specs),
-            axis_names={PIPELINE_AXIS, *replica_axes},
+            in_specs=jax.tree.map(lambda leaf: manual_part(leaf, axes), (weights, ends, sides)),
+            out_specs=out_specs(weights, ends),
+            axis_names=set(axes),
         )(weights, ends, sides)
 
     return run
@@ -136,7 +153,7 @@ class _Carry(NamedTuple):
     gradients: jax.Array
     """[slots, ...]"""
     weight_grads: list[jax.Array]
-    end_grads: object
+    end_grads: list[jax.Array]
     loss: jax.Array
     aux: jax.Array
     sums: object
@@ -158,18 +175,22 @@ class _Pipeline:
         sides: object,
     ):
         self.schedule, self.sides, self.replica_axes = schedule, sides, replica_axes
+        trees = (weights, ends)
+        self._reduced = [[jax.typeof(leaf).mat.reduced for leaf in Trained.of(tree).leaves] for tree in trees]
         # Each replica's own copy: autodiff would otherwise add gradients up over replicas in every microbatch.
-        self.ends = jax.tree.map(self._own, ends)
+        self.ends = Trained.of(jax.tree.map(self._own, ends))
         self.index = lax.axis_index(PIPELINE_AXIS)
-        self._embed, self._stage, self._loss = embed, stage, loss
+        self._stage = stage
+        self._embed = lambda leaves, side: embed(self.ends.tree(leaves), side)
+        self._loss = lambda leaves, y, side: loss(self.ends.tree(leaves), y, side)
         # [chunks, 1, ...]: the second dim is the stage, and this is one stage.
-        self.weights = _Trained.of(jax.tree.map(lambda leaf: self._own(leaf[:, 0]), weights))
-        shape = jax.eval_shape(embed, self.ends, self._side(0))
+        self.weights = Trained.of(jax.tree.map(lambda leaf: self._own(leaf)[:, 0], weights))
+        shape = jax.eval_shape(self._embed, self.ends.leaves, self._side(0))
         self.blank = _vary(jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding.spec))
-        _, sums = jax.eval_shape(loss, self.ends, shape, self._side(0))
+        _, sums = jax.eval_shape(self._loss, self.ends.leaves, shape, self._side(0))
         self.no_sums = jax.tree.map(lambda total: self._own(jnp.zeros(total.shape, total.dtype)), sums)
 
-    def run(self) -> Result:
+    def run(self, sum_dtype: jnp.dtype | None) -> Result:
         """All ticks."""
         mine = {name: self._own_column(table) for name, table in self.schedule.stage_tables().items()}
         shared = {name: jnp.asarray(table) for name, table in self.schedule.tick_tables().items()}
@@ -178,8 +199,8 @@ class _Pipeline:
             from_behind=self.blank,
             activations=self._buffer(self.schedule.num_activation_slots),
             gradients=self._buffer(self.schedule.num_gradient_slots),
-            weight_grads=[_zero_gradient(leaf) for leaf in self.weights.leaves],
-            end_grads=jax.tree.map(_zero_gradient, self.ends),
+            weight_grads=[zero_gradient(leaf, sum_dtype) for leaf in self.weights.leaves],
+            end_grads=[zero_gradient(leaf, sum_dtype) for leaf in self.ends.leaves],
             loss=self._own(jnp.float32(0)),
             aux=_vary(jnp.float32(0)),
             sums=self.no_sums,
@@ -187,9 +208,15 @@ class _Pipeline:
         )
         end, _ = lax.scan(lambda carry, now: (self._tick(carry, *now), None), start, (mine, shared))
         stage_sums = jax.tree.map(lambda total: total[:, None], end.stage_sums)
-        weight_grads = self.weights.tree([grad[:, None] for grad in end.weight_grads], keep_others=False)
-        result = Result(end.loss, lax.psum(end.aux, PIPELINE_AXIS), end.sums, stage_sums, weight_grads, end.end_grads)
-        return jax.tree.map(lambda leaf: sum_over(leaf, self.replica_axes), result)
+        totals = (end.loss, lax.psum(end.aux, PIPELINE_AXIS), end.sums, stage_sums)
+        gradients = ([grad[:, None] for grad in end.weight_grads], end.end_grads)
+        return Result(
+            *jax.tree.map(lambda total: sum_over(total, self.replica_axes), totals),
+            *(
+                tree.tree(list(map(unreduced, grads, reduced)), keep_others=False)
+                for tree, grads, reduced in zip((self.weights, self.ends), gradients, self._reduced, strict=True)
+            ),
+        )
 
     def run_forward(self) -> tuple[jax.Array, object]:
         """The ticks up to the last one that has a forward lane, without their backward lanes."""
@@ -203,7 +230,7 @@ class _Pipeline:
             activations, y = self._advance(activations, from_before, mine, shared)
 
             def loss() -> tuple[jax.Array, object]:
-                value, parts = self._loss(self.ends, self._last_stage(y), self._side(shared["loss_microbatch"]))
+                value, parts = self._loss(self.ends.leaves, self._last_stage(y), self._side(shared["loss_microbatch"]))
                 return total + self._own(value.astype(jnp.float32)), self._add(sums, parts)
 
             microbatch = _after(shared["loss_microbatch"], y)
@@ -248,7 +275,7 @@ class _Pipeline:
     def _embed_lane(self, microbatch: jax.Array) -> jax.Array:
         """Input of virtual stage 0; blank if no microbatch enters."""
         return lax.cond(
-            microbatch >= 0, lambda: _vary(self._embed(self.ends, self._side(microbatch))), lambda: self.blank
+            microbatch >= 0, lambda: _vary(self._embed(self.ends.leaves, self._side(microbatch))), lambda: self.blank
         )
 
     def _forward_lane(
@@ -273,7 +300,8 @@ class _Pipeline:
         def loss() -> tuple[_Carry, jax.Array]:
             last = self._last_stage(y)
             side = self._side(microbatch)
-            value, pull, sums = jax.vjp(lambda ends, y: self._loss(ends, y, side), self.ends, last, has_aux=True)
+            objective = partial(self._loss, side=side)
+            value, pull, sums = jax.vjp(objective, self.ends.leaves, last, has_aux=True)
             if value.shape or PIPELINE_AXIS in jax.typeof(value).mat.varying:
                 raise ValueError(f"loss must return a scalar that is the same on all stages, not {jax.typeof(value)}")
             end_grads, dy = pull(jnp.ones_like(value))
@@ -330,7 +358,7 @@ class _Pipeline:
         def embed_grad() -> _Carry:
             first = self._of_stage(0, dx)
             side = self._side(microbatch)
-            _, pull = jax.vjp(lambda ends: self._embed(ends, side), self.ends)
+            _, pull = jax.vjp(partial(self._embed, side=side), self.ends.leaves)
             return carry._replace(end_grads=jax.tree.map(jnp.add, carry.end_grads, *pull(first)))
 
         return lax.cond(microbatch >= 0, embed_grad, lambda: carry)
@@ -397,53 +425,11 @@ class _Pipeline:
         return lax.ppermute(x, PIPELINE_AXIS, [(stage, (stage + step) % count) for stage in range(count)])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    """A tree taken apart into what has a gradient and what has none."""
-
-    leaves: list[jax.Array]
-    others: list[jax.Array]
-    is_trained: list[bool]
-    structure: object
-
-    @classmethod
-    def of(cls, tree: object) -> _Trained:
-        """The floating-point leaves, and the rest."""
-        leaves, structure = jax.tree.flatten(tree)
-        is_trained = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
-        return cls(
-            [leaf for leaf, trained in zip(leaves, is_trained, strict=True) if trained],
-            [leaf for leaf, trained in zip(leaves, is_trained, strict=True) if not trained],
-            is_trained,
-            structure,
-        )
-
-    def tree(self, leaves: list[jax.Array], keep_others: bool = True) -> object:
-        """The tree with other values in the trained leaves; the rest as it is, or None."""
-        trained, others = iter(leaves), iter(self.others)
-        return self.structure.unflatten(
-            [next(trained) if is_trained else (next(others) if keep_others else None) for is_trained in self.is_trained]
-        )
-
-
-def _manual_part(leaf: jax.Array, axes: tuple[str, ...]) -> P:
-    """The part of a leaf's spec that is over ``axes``."""
-    entries = ([axis for axis in axes_of(entry) if axis in axes] for entry in spec_of(leaf).partitions)
-    return P(*(tuple(entry) or None for entry in entries))
-
-
 def _vary(x: jax.Array) -> jax.Array:
     """Declare a value to be each stage's (and replica's) own."""
     mesh = current_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return vary_over(x, tuple(axis for axis, kind in types if kind == AxisType.Manual))
-
-
-def _zero_gradient(leaf: jax.Array) -> jax.Array:
-    """Zeros of the type that the leaf's gradient has."""
-    spec = spec_of(leaf)
-    zeros = jnp.zeros(leaf.shape, leaf.dtype, out_sharding=P(*spec.partitions, unreduced=spec.reduced))
-    return vary_over(zeros, tuple(jax.typeof(leaf).mat.varying))
 
 
 def _take(array: jax.Array, index: jax.Array | int) -> jax.Array:

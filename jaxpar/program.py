@@ -21,13 +21,14 @@ from jaxpar.model.decoder import Decoder, Numerics
 from jaxpar.model.dispatch import Exchange
 from jaxpar.model.remat import KEEP_NAMED, Remat
 from jaxpar.optim import make_optimizer
-from jaxpar.plan.attention import Accelerator, AttentionChoice, choose_attention
+from jaxpar.plan.accelerator import Accelerator, KernelChoice
+from jaxpar.plan.attention import choose_attention
 from jaxpar.plan.compiler_options import Option
-from jaxpar.plan.experts import describe_exchange
+from jaxpar.plan.experts import choose_grouped_product, describe_exchange
 from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.plan.remat_rules import offload_objection
 from jaxpar.plan.resolve import ResolvedPlan
-from jaxpar.sharding import EXPERT_AXIS, PIPELINE_AXIS, batch_sharding
+from jaxpar.sharding import EXPERT_AXIS, PIPELINE_AXIS, SEQUENCE_AXIS, batch_sharding
 from jaxpar.stages import StagedDecoder
 from jaxpar.state import ModelDefinition, TrainState, abstract_state, fresh_state, make_init
 from jaxpar.step import Accumulate, Evaluate, LossFn, accumulate, evaluate, make_eval_step, make_train_step
@@ -67,8 +68,10 @@ class Program:
     definition: ModelDefinition
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
-    attention: AttentionChoice | None
+    attention: KernelChoice | None
     """None for a model that is not ours."""
+    grouped: KernelChoice | None
+    """What multiplies the rows of the experts; None without experts."""
     options: CompilerOptions
 
     @classmethod
@@ -83,11 +86,14 @@ class Program:
         mesh = make_mesh(plan.mesh, devices)
         if problems := list(offload_objection(config.train.remat, mesh.devices.flat[0].platform)):
             raise ConfigError(problems)
-        chosen = choose_attention(config, plan.mesh["context"], accelerator_of(mesh.devices.flat[0]))
+        accelerator = accelerator_of(mesh.devices.flat[0])
+        attention = choose_attention(config, plan.mesh["context"], accelerator)
+        grouped = choose_grouped_product(config, plan.mesh[SEQUENCE_AXIS], accelerator)
         exchange = Exchange(
             mode=config.mesh.expert_exchange,
             receive_factor=config.mesh.expert_receive_factor,
             platform=mesh.devices.flat[0].platform,
+            product=grouped.kernel,
         )
         # A stage does its forward pass again before it goes back. A block that did so too would do it a third time.
         remat = KEEP_NAMED if plan.mesh[PIPELINE_AXIS] > 1 else Remat.of(config.train)
@@ -96,14 +102,15 @@ class Program:
             remat=remat,
             context_mode=config.mesh.context_mode,
             exchange=exchange,
-            attention=chosen.kernel,
+            attention=attention.kernel,
             dropout=config.train.dropout,
         )
         definition = decoder_definition(config.model, numerics, layer_multiple=plan.mesh[PIPELINE_AXIS])
         return cls(
             plan=plan,
             mesh=mesh,
-            attention=chosen,
+            attention=attention,
+            grouped=grouped if config.model.num_experts else None,
             options=choose_options(config, mesh),
             definition=definition,
             optimizer=make_optimizer(
@@ -150,7 +157,9 @@ class Program:
         """For the log: what was chosen for this mesh, and how its speed is counted."""
         model, expert = self.config.model, self.plan.mesh[EXPERT_AXIS]
         exchange = self.config.mesh.expert_exchange
-        experts = [describe_exchange(exchange, model.top_k, model.num_experts, expert)] if model.num_experts else []
+        experts = []
+        if self.grouped:
+            experts = [describe_exchange(exchange, model.top_k, model.num_experts, expert), self.grouped.reason]
         convention = "FLOPs by convention A: 6 (P - V D) + 6 L S H h per token, causal attention counted once"
         return [*self.options.notes, self.attention.reason, *experts, convention]
 
@@ -173,7 +182,7 @@ class Program:
         """Gradients and means of a batch; through the stages of a pipeline, if the mesh has one."""
         if self._staged:
             return self._staged.accumulate
-        return partial(accumulate, self.definition, self.loss_fn, strategy=FsdpStrategy.of(self.config))
+        return partial(accumulate, self.definition, self.loss_fn, strategy=self._strategy)
 
     @cached_property
     def evaluate(self) -> Evaluate:
@@ -183,7 +192,11 @@ class Program:
     @cached_property
     def _staged(self) -> StagedDecoder | None:
         num_stages = self.mesh.shape[PIPELINE_AXIS]
-        return StagedDecoder.of(self.config, self.definition, num_stages) if num_stages > 1 else None
+        return StagedDecoder.of(self.config, self.definition, num_stages, self._strategy) if num_stages > 1 else None
+
+    @property
+    def _strategy(self) -> FsdpStrategy:
+        return FsdpStrategy.of(self.config)
 
     @cached_property
     def abstract_state(self) -> TrainState:

@@ -25,11 +25,11 @@ from jaxpar.schedule import Schedule, build_schedule, split_layers
 from jaxpar.sharding import PIPELINE_AXIS
 from jaxpar.state import ModelDefinition
 from jaxpar.step import Batch, Metrics, mean_over_tokens
+from jaxpar.strategy import FsdpStrategy
 
 LAYERS = "layers"
 """Key of the stacked blocks among the decoder's parameters; the rest is what a pipeline calls its ends."""
 _NUMBERS, _PRESENT = "layer_numbers", "present"
-_REPLICA_AXES = ("data",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,10 @@ class StagedDecoder:
     config: Config
     schedule: Schedule
     placement: Placement
+    strategy: FsdpStrategy
 
     @classmethod
-    def of(cls, config: Config, definition: ModelDefinition, num_stages: int) -> StagedDecoder:
+    def of(cls, config: Config, definition: ModelDefinition, num_stages: int, strategy: FsdpStrategy) -> StagedDecoder:
         """The pipeline that a legal config asks for."""
         schedule = build_schedule(
             config.pipeline.schedule,
@@ -54,29 +55,51 @@ class StagedDecoder:
         split = split_layers(
             num_layers, num_stages=num_stages, num_chunks=options.chunks, layers_per_stage=options.layers_per_stage
         )
-        return cls(definition, config, schedule, Placement(split, num_layers + -num_layers % num_stages))
+        return cls(definition, config, schedule, Placement(split, num_layers + -num_layers % num_stages), strategy)
 
     def accumulate(self, params: dict, batch: Batch) -> tuple[dict, Metrics]:
         """As ``jaxpar.step.accumulate``: gradients of the mean loss over all tokens, and the means themselves."""
-        run = pipeline.value_and_grad(self.schedule, **self._functions())
-        result = run(self._staged(params[LAYERS]), _ends(params), dict(batch))
+        # Whole weights are used on a replica's own rows.
+        replica_axes = ("data",) if self.strategy.name == "full" else ("data", "fsdp")
+        replica_axes = used_axes(current_mesh(), replica_axes)
+        weights = self.strategy.prepare(self._staged(params), self._staged_axes(), replica_axes)
+        given = weights.for_model(weights.differentiated)
+        run = pipeline.value_and_grad(
+            self.schedule,
+            replica_axes=replica_axes,
+            sum_dtype=jnp.dtype(self.config.precision.params),
+            **self._functions(),
+        )
+        result = run(given[LAYERS] | self._tables(), _ends(given), dict(batch))
         layer_grads = {name: result.weight_grads[name] for name in params[LAYERS]}
-        grads = {LAYERS: jax.tree.map(self.placement.from_stages, layer_grads), **result.end_grads}
+        grads = weights.finish({LAYERS: layer_grads, **result.end_grads})
+        grads[LAYERS] = jax.tree.map(self.placement.from_stages, grads[LAYERS])
         sums = {"loss": result.loss + result.aux, **result.sums, **self._router_sums(result.stage_sums)}
         return mean_over_tokens(grads, sums)
 
     def evaluate(self, params: dict, batch: Batch) -> Metrics:
         """As ``jaxpar.step.evaluate``: sums of cross entropy and tokens, by the forward lanes of the schedule."""
-        run = pipeline.forward(self.schedule, **self._functions())
-        _, sums = run(self._staged(params[LAYERS]), _ends(params), dict(batch))
+        replica_axes = used_axes(current_mesh(), ("data",))
+        run = pipeline.forward(self.schedule, replica_axes=replica_axes, **self._functions())
+        staged = self._staged(params)
+        _, sums = run(staged[LAYERS] | self._tables(), _ends(staged), dict(batch))
         return {name: sums[name] for name in ("cross_entropy", "tokens")}
 
-    def _staged(self, layers: dict) -> dict:
-        """Weights and numbers of layers by stage; with a mask of the places that hold one, if some hold none."""
+    def _staged(self, params: dict) -> dict:
+        """Parameters with the layers by stage."""
+        return params | {LAYERS: jax.tree.map(self.placement.to_stages, params[LAYERS])}
+
+    def _staged_axes(self) -> dict:
+        """Logical axes of ``_staged``."""
+        axes = self.definition.logical_axes
+        layers = self.definition.abstract_params[LAYERS]
+        return axes | {LAYERS: jax.tree.map(lambda _, logical: ("chunks", "stages", *logical), layers, axes[LAYERS])}
+
+    def _tables(self) -> dict:
+        """Numbers of layers by stage; with a mask of the places that hold one, if some hold none."""
         split = self.placement.split
         tables = {_NUMBERS: split.layer_of_place} | ({} if split.mask.all() else {_PRESENT: split.mask})
-        by_stage = {name: reshard(jnp.asarray(table), P(None, PIPELINE_AXIS)) for name, table in tables.items()}
-        return jax.tree.map(self.placement.to_stages, layers) | by_stage
+        return {name: reshard(jnp.asarray(table), P(None, PIPELINE_AXIS)) for name, table in tables.items()}
 
     def _router_sums(self, by_stage: Metrics) -> Metrics:
         """What the stages say about their routers, as ``jaxpar.loss.next_token_loss`` says it."""
@@ -86,7 +109,7 @@ class StagedDecoder:
         return {name: value.sum() for name, value in by_stage.items() if name != "routing"} | {"routing": routing}
 
     def _functions(self) -> dict[str, object]:
-        """What ``jaxpar.pipeline`` runs, each on one microbatch; and the axes that only split its rows."""
+        """What ``jaxpar.pipeline`` runs, each on one microbatch."""
         bind, train = self.definition.bind, self.config.train
 
         def embed(ends: dict, side: Mapping[str, jax.Array]) -> jax.Array:
@@ -107,8 +130,7 @@ class StagedDecoder:
             total, weight, sums = hidden_loss(decoder, decoder.finish(y), {}, side, **options)
             return total, {"tokens": weight, **sums}
 
-        replicas = used_axes(current_mesh(), _REPLICA_AXES)
-        return {"embed": embed, "stage": stage, "loss": loss, "replica_axes": replicas}
+        return {"embed": embed, "stage": stage, "loss": loss}
 
 
 def _ends(params: dict) -> dict:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import (
+    REDUCTION_AXES,
     HeldWeight,
     defer_reduction,
     finish_reduction,
@@ -29,7 +30,7 @@ from jaxpar.collectives import (
     spec_of,
 )
 from jaxpar.config.schema import Config
-from jaxpar.sharding import GATHERED_DIMS
+from jaxpar.sharding import GATHERED_DIMS, axes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,17 @@ class FsdpStrategy:
             reduce=jnp.dtype(precision.reduce),
         )
 
-    def prepare(self, params: dict, logical_axes: dict) -> StepWeights:
-        """Once per step, before its microbatches: mark the parameters, and gather them unless ``full``."""
-        marked = defer_reduction(params)
+    def prepare(
+        self, params: dict, logical_axes: dict, reduction_axes: tuple[str, ...] = REDUCTION_AXES
+    ) -> StepWeights:
+        """Once per step, before its microbatches: mark the parameters, and gather them unless ``full``.
+
+        Args:
+            params: Nested dict of parameters.
+            logical_axes: A tuple for each, one name per dim.
+            reduction_axes: Axes over which gradients stay partial sums until ``StepWeights.finish``.
+        """
+        marked = defer_reduction(params, reduction_axes)
         if self.name == "full":
             return StepWeights(strategy=self, marked=marked, whole=marked, dims=None)
         # -1 instead of None, which would be no leaf.
@@ -89,12 +98,7 @@ class StepWeights:
         """What the model is given."""
         if self.strategy.name != "grads":
             return differentiated
-        return jax.tree.map(
-            lambda shard, whole, dim: shard if dim < 0 else HeldWeight(shard=shard, whole=whole),
-            differentiated,
-            self.whole,
-            self.dims,
-        )
+        return jax.tree.map(_held, differentiated, self.whole, self.dims)
 
     def zero_gradients(self) -> dict:
         """Zeros as an accumulation starts: types of a microbatch's gradients, dtypes of the parameters."""
@@ -106,15 +110,27 @@ class StepWeights:
         return jax.tree.map(zeros, self.differentiated, self.marked)
 
     def finish(self, grads: dict) -> dict:
-        """Accumulated gradients -> gradients with the types of the parameters, every partial sum added up."""
+        """Accumulated gradients -> gradients with the types of the parameters, every partial sum added up.
+
+        ``grads`` are those of ``differentiated``, or of what the model was given.
+        """
+        is_held = lambda node: isinstance(node, HeldWeight)  # noqa: E731
+        grads = jax.tree.map(lambda node: node.shard if is_held(node) else node, grads, is_leaf=is_held)
         if self.strategy.name == "optimizer":
             grads = jax.tree.map(self._scatter, grads, self.marked, self.dims)
         return finish_reduction(grads)
 
     def _scatter(self, grad: jax.Array, param: jax.Array, dim: int) -> jax.Array:
         if dim >= 0:
-            grad = scatter_gradient(grad, spec_of(param), dim, self.strategy.reduce)
+            spec = spec_of(param)
+            grad = scatter_gradient(grad, spec, dim, axes_of(spec.partitions[dim]), self.strategy.reduce)
         return grad.astype(param.dtype)
+
+
+def _held(shard: jax.Array, whole: jax.Array, dim: int) -> jax.Array | HeldWeight:
+    if dim < 0:
+        return shard
+    return HeldWeight(shard=shard, whole=whole, dim=dim - shard.ndim, axes=axes_of(spec_of(shard).partitions[dim]))
 
 
 def _gathered_dim(param: jax.Array, logical_axes: tuple[str, ...]) -> int:

@@ -23,6 +23,7 @@ ORDER = (
     "sharding",
     "collectives",
     "model",
+    "trained",
     "pipeline",
     "placement",
     "loss",

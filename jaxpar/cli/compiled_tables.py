@@ -27,7 +27,8 @@ def print_compiled(console: Console, compiled: dict) -> None:
         soft_wrap=True,
     )
     options = ", ".join(f"{name}={value}" for name, value in compiled["options"].items())
-    console.print(compiled["attention"], style="dim", soft_wrap=True, markup=False)
+    for chosen in filter(None, (compiled["attention"], compiled["grouped"])):
+        console.print(chosen, style="dim", soft_wrap=True, markup=False)
     console.print(f"compiler options: {options or 'none'}", style="dim", soft_wrap=True, markup=False)
     console.print(_collectives(compiled["collectives"]))
     for lint in compiled["lints"]:

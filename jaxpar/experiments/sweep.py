@@ -132,7 +132,9 @@ def _run_trial(sweep: Sweep, trial: Trial) -> Mapping:
         if found["loss"] is None or not math.isfinite(found["loss"]):
             result |= {"status": FAILED, "reason": "the loss is not finite"}
     else:
-        result |= {"status": _status(ended), "reason": f"{ended.reason} ({folder / 'log.txt'})"}
+        status = _status(ended)
+        more = "" if status == ILLEGAL else f" ({folder / 'log.txt'})"
+        result |= {"status": status, "reason": f"{ended.reason}{more}"}
     write_whole(_result_path(sweep, trial), json.dumps(result, indent=1).encode())
     return result
 
@@ -175,7 +177,8 @@ def _row(sweep: Sweep, trial: Trial, result: Mapping | None) -> Row:
     devices = result.get("devices")
     tokens_per_s = result.get("tokens_per_s")
     mesh = gather_facts(trial.short, num_devices=devices or trial.num_devices or None).mesh
-    measured = ("platform", "device_kind", "steps", "step_s", "tokens_per_s", "loss", "peak_bytes", "peak_of")
+    measured = ("platform", "device_kind", "steps", "step_s", "tokens_per_s", "mfu", "loss")
+    measured += ("peak_bytes", "peak_of", "compiled_bytes")
     return {
         "name": trial.name,
         "status": result["status"],

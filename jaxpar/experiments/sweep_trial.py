@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from jaxpar.audit import audit
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.config import Config, ConfigError, load_config
 from jaxpar.experiments.children import BAD_CONFIG, end_with_parent
@@ -26,14 +27,16 @@ def measure(config: Config, warmup: int) -> dict[str, object]:
         warmup: Steps at the start that are not counted.
 
     Returns:
-        Seconds of a step (median), tokens/s of all devices, the last loss, bytes of the fullest device, and devices.
+        Seconds of a step (median), tokens/s of all devices, MFU where the GPU's peak is known, the last loss, bytes of
+        the fullest device as it counted them and as the compiler did, and devices.
     """
     Trainer(config).run()
     lines = (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
     step_s = statistics.median(step["step_s"] for step in steps[warmup:])
     device = jax.devices()[0]
-    on_device = steps[-1].get("memory_peak_bytes")
+    utilisations = [step["mfu"] for step in steps[warmup:] if "mfu" in step]
+    on_device, by_compiler = steps[-1].get("memory_peak_bytes"), compiled_bytes(config)
     return {
         "platform": device.platform,
         "device_kind": device.device_kind,
@@ -41,22 +44,21 @@ def measure(config: Config, warmup: int) -> dict[str, object]:
         "steps": len(steps),
         "step_s": step_s,
         "tokens_per_s": config.train.global_batch_size * config.data.seq_len / step_s,
+        "mfu": statistics.median(utilisations) if utilisations else None,
         "loss": steps[-1]["loss"],
         "losses": [step["loss"] for step in steps],
-        "peak_bytes": on_device or compiled_bytes(config),
+        "peak_bytes": on_device or by_compiler,
         "peak_of": "device" if on_device else "compiler",
+        "compiled_bytes": by_compiler,
     }
 
 
 def compiled_bytes(config: Config) -> int | None:
-    """Bytes of one device while a step runs, by the compiler's account: where the backend does not count (the CPU)."""
+    """Bytes of one device while a step runs, by the compiler's account."""
     resolved = load_config(Path(config.run.dir) / "config.toml")
     program = Program.build(resolve(resolved, num_devices=jax.device_count()))
-    stats = program.lower_train_step().compile().memory_analysis()
-    if stats is None:
-        return None
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return held + stats.temp_size_in_bytes
+    memory = audit(program.lower_train_step().compile(), program.mesh).memory
+    return None if memory is None else memory.total
 
 
 def main(config_file: str, warmup: str, result_file: str) -> None:

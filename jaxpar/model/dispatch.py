@@ -36,7 +36,9 @@ class Exchange:
     receive_factor: float = 0.0
     """``mesh.expert_receive_factor``."""
     platform: str = "cpu"
-    """Platform that the program is compiled for; decides kernels, never results."""
+    """Platform that the program is compiled for; decides the collective, never results."""
+    product: str = "tiles_64"
+    """What multiplies rows with their experts' weights, of ``jaxpar.model.grouped.GROUPED_PRODUCTS``."""
 
 
 DEFAULT_EXCHANGE = Exchange()

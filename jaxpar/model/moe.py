@@ -20,7 +20,7 @@ from jaxpar.collectives import current_mesh, island, opened, spec_of, vary_over
 from jaxpar.config.schema import ModelConfig
 from jaxpar.mesh import used_axes
 from jaxpar.model.dispatch import Exchange, through_experts
-from jaxpar.model.grouped import grouped_product
+from jaxpar.model.grouped import GROUPED_PRODUCTS
 from jaxpar.model.routing import Choices, choose, count_by_row
 from jaxpar.sharding import CONTEXT_AXIS, EXPERT_AXIS, GATHER_AXES, PIPELINE_AXIS, SEQUENCE_AXIS, axes_of
 
@@ -109,7 +109,7 @@ def _local(
     y_bsd, segment_ids_bs = vary_over(y_bsd, everywhere), vary_over(segment_ids_bs, everywhere)
     weights = {name: vary_over(weight, everywhere) for name, weight in weights.items()}
     choices = choose(model, y_bsd, weights["router"], weights.get(BIAS), segment_ids_bs != 0)
-    product = grouped_product(exchange.platform)
+    product = GROUPED_PRODUCTS[exchange.product]
 
     def multiply(rows: jax.Array, name: str, sizes: jax.Array) -> jax.Array:
         def gathered_product(rows: jax.Array, weight: jax.Array) -> jax.Array:

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.schema import Config
+from jaxpar.plan.accelerator import TOKAMAX_MISSING, Accelerator, KernelChoice
 
 KERNELS = ("cudnn", "tokamax", "xla")
 """Values of ``train.attention`` besides "auto", the fastest first."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Accelerator:
-    """What attention runs on."""
-
-    name: str
-    """``jax.Device.device_kind``."""
-    capability: tuple[int, int] | None
-    """CUDA compute capability; None on the CPU."""
-    has_tokamax: bool
-    """Whether the package is installed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionChoice:
-    """The kernel of a run."""
-
-    kernel: str
-    """``xla``, ``cudnn``, or tokamax's ``mosaic_gpu`` or ``triton``."""
-    reason: str
-    """For the log: what was chosen, and why not a faster one."""
-
-
-def choose_attention(config: Config, context: int, accelerator: Accelerator) -> AttentionChoice:
-    """The kernel that ``train.attention`` asks for, or with "auto" the first of ``KERNELS`` that can do the work.
+def choose_attention(config: Config, context: int, accelerator: Accelerator) -> KernelChoice:
+    """The kernel that ``train.attention`` asks for, or with "auto" the first of ``KERNELS`` that can do the work:
+    ``xla``, ``cudnn``, or tokamax's ``mosaic_gpu`` or ``triton``.
 
     Args:
         config: The config; dimensions complete.
@@ -50,7 +28,7 @@ def choose_attention(config: Config, context: int, accelerator: Accelerator) -> 
     if asked == "auto":
         refused = "; ".join(f"not {kernel}: {text}" for kernel, text in objections.items() if text)
         kernel = _variant(able[0], accelerator)
-        return AttentionChoice(kernel=kernel, reason=f"attention {kernel} (auto{'; ' + refused if refused else ''})")
+        return KernelChoice(kernel=kernel, reason=f"attention {kernel} (auto{'; ' + refused if refused else ''})")
     if objections[asked] is not None:
         works = ", ".join(f'"{kernel}"' for kernel in able)
         problem = Problem(
@@ -61,7 +39,7 @@ def choose_attention(config: Config, context: int, accelerator: Accelerator) -> 
         )
         raise ConfigError([problem])
     kernel = _variant(asked, accelerator)
-    return AttentionChoice(kernel=kernel, reason=f"attention {kernel} (train.attention)")
+    return KernelChoice(kernel=kernel, reason=f"attention {kernel} (train.attention)")
 
 
 def objection(kernel: str, config: Config, context: int, accelerator: Accelerator) -> str | None:
@@ -93,9 +71,7 @@ def objection(kernel: str, config: Config, context: int, accelerator: Accelerato
             return "rows are packed (data.pack), and it cannot keep documents apart"
         return None
     if not accelerator.has_tokamax:
-        return (
-            "the package tokamax is not installed (pip install tokamax==0.0.17, part of the extras cuda12 and cuda13)"
-        )
+        return TOKAMAX_MISSING
     if head_dim > 128:
         return f"head_dim {head_dim} is above 128"
     return None

@@ -56,8 +56,9 @@ class Evaluation:
 
 
 def trains_today(layout: Layout) -> bool:
-    """Whether the trainer can run such a layout already: a pipeline without experts and context, full sharding."""
-    return layout.pipeline == 1 or (layout.expert == layout.context == 1 and layout.strategy in ("none", "full"))
+    """Whether the trainer can run such a layout already: see ``jaxpar.plan.support_rules``."""
+    has_whole_weights = layout.strategy in ("optimizer", "grads")
+    return layout.pipeline == 1 or (layout.expert == 1 and not (layout.context > 1 and has_whole_weights))
 
 
 def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:

@@ -1,8 +1,13 @@
-"""How the tokens of a mixture of experts travel: which exchange, how many rows, how much room. No JAX."""
+"""How the tokens of a mixture of experts travel and are multiplied: which exchange, how many rows, how much room, which
+kernel. No JAX.
+"""
 
 from __future__ import annotations
 
 import math
+
+from jaxpar.config.schema import Config
+from jaxpar.plan.accelerator import TOKAMAX_MISSING, Accelerator, KernelChoice
 
 
 def rows_moved(mode: str, top_k: int, num_devices: int) -> float:
@@ -48,3 +53,52 @@ def describe_exchange(wanted: str, top_k: int, num_experts: int, num_devices: in
         f"{num_experts} experts over expert={num_devices}, tokens exchanged by {mode}: {moved:.3g} rows per token and "
         f"direction ({other}: {instead:.3g}), {why}"
     )
+
+
+def choose_grouped_product(config: Config, tensor: int, accelerator: Accelerator) -> KernelChoice:
+    """What multiplies the rows of each expert with its weights: a name of ``jaxpar.model.grouped.GROUPED_PRODUCTS``.
+
+    On Hopper tokamax's kernel makes the product and both gradients; on Ampere the product and the gradient of the rows
+    (tokamax 0.0.17, ``ragged_dot/pallas_mosaic_gpu.py``), and a loop over tiles that of the weights. Everywhere else
+    the loop makes all: tokamax's triton kernels need a package that is not asked for here, and that for Blackwell fails
+    to trace where values vary over mesh axes ("mpmd_map does not support Refs with varying manual axis types").
+
+    Args:
+        config: the config; dimensions complete.
+        tensor: devices on the tensor axis.
+        accelerator: what it runs on.
+    """
+    objection = _kernel_objection(config, tensor, accelerator)
+    if accelerator.capability is None:
+        return KernelChoice(kernel="tiles_64", reason="experts multiplied tile by tile (CPU)")
+    if objection:
+        reason = f"experts multiplied tile by tile in a loop (not tokamax: {objection})"
+        return KernelChoice(kernel="tiles_512", reason=reason)
+    if accelerator.capability[0] == 9:
+        return KernelChoice(kernel="mosaic_gpu", reason="experts multiplied by tokamax mosaic_gpu")
+    reason = (
+        "experts multiplied by tokamax mosaic_gpu, gradients of their weights tile by tile in a loop (not tokamax: its "
+        "kernel for them is written for Hopper)"
+    )
+    return KernelChoice(kernel="mosaic_gpu_tiles_512", reason=reason)
+
+
+def _kernel_objection(config: Config, tensor: int, accelerator: Accelerator) -> str | None:
+    """Why tokamax's grouped product cannot do the work; None if it can."""
+    if accelerator.capability is None:
+        return f"it runs on GPUs, and this is {accelerator.name}"
+    if accelerator.capability[0] not in (8, 9):
+        return f"its kernels that can be used here are written for Ampere and Hopper, and this is {accelerator.name}"
+    if config.precision.compute != "bfloat16":
+        return f"it computes in bfloat16, and precision.compute is {config.precision.compute}"
+    if not accelerator.has_tokamax:
+        return TOKAMAX_MISSING
+    # Rows of operands begin at multiples of 16 bytes; on Ampere inner dims come in whole blocks.
+    multiple = 32 if accelerator.capability[0] == 8 else 8
+    for name, width in (
+        ("model.embed_dim", config.model.embed_dim),
+        ("model.expert_mlp_dim / mesh.tensor", config.model.expert_mlp_dim // tensor),
+    ):
+        if width % multiple:
+            return f"{name} = {width} is not a multiple of {multiple}"
+    return None

@@ -227,9 +227,10 @@ def _state(
 
 
 def _whole_gradients(matrices: float, layout: Layout, per_param: StateBytes) -> float:
-    """A microbatch's gradients in the compute type, and with several microbatches their sum besides."""
+    """A microbatch's gradients in the compute type (in a pipeline those of one chunk), and the sum of several."""
     value = 4 if layout.precision == "float32" else 2
-    return matrices * (value + (per_param.grads if layout.microbatches > 1 else 0))
+    has_sum = layout.microbatches > 1 or layout.pipeline > 1
+    return matrices * (value / layout.chunks + (per_param.grads if has_sum else 0))
 
 
 def _kept_activations(shape: ModelShape, layout: Layout) -> float:

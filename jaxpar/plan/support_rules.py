@@ -8,21 +8,30 @@ from jaxpar.config.errors import Problem
 from jaxpar.plan.facts import Facts
 
 
-def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
-    """What is not proven to give the same result inside a pipeline."""
-    num_stages, config = facts.mesh.get("pipeline", 1), facts.config
-    others = (
-        ("model.first_dense_layers", facts.model.first_dense_layers, 0),
-        ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, "full"),
-    )
-    for key, value, working in others:
-        if num_stages > 1 and value != working:
-            yield Problem(
-                key=key,
-                value=value,
-                message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
-                remedy=f"set mesh.pipeline=1, or {key}={working}; pipeline goes with data, fsdp, context and tensor",
-            )
+def dense_blocks_in_a_pipeline(facts: Facts) -> Iterator[Problem]:
+    """Stages run one stack of blocks that are all alike."""
+    num_stages, num_dense = facts.mesh.get("pipeline", 1), facts.model.first_dense_layers
+    if num_stages > 1 and num_dense:
+        yield Problem(
+            key="model.first_dense_layers",
+            value=num_dense,
+            message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
+            remedy="set mesh.pipeline=1, or model.first_dense_layers=0; other mixtures of experts train in a pipeline",
+        )
+
+
+def strategy_over_other_axes(facts: Facts) -> Iterator[Problem]:
+    """Stages with whole weights compute on rows alone: what splits weights must split nothing but rows."""
+    strategy = facts.config.mesh.fsdp_strategy
+    others = {axis: facts.mesh.get(axis, 1) for axis in ("context", "expert") if facts.mesh.get(axis, 1) > 1}
+    if facts.mesh.get("pipeline", 1) > 1 and others and strategy != "full":
+        named = " and ".join(f"mesh.{axis} = {size}" for axis, size in others.items())
+        yield Problem(
+            key="mesh.fsdp_strategy",
+            value=strategy,
+            message=f"in a pipeline together with {named}: not yet",
+            remedy='set mesh.fsdp_strategy="full"',
+        )
 
 
 def capacity_over_context(facts: Facts) -> Iterator[Problem]:

@@ -131,6 +131,7 @@ def test_the_outcome_goes_through_json():
         conditionals=0,
         custom_calls={"__cudnn$fmhaSoftmax": 2},
         attention="attention xla",
+        grouped=None,
         options={"a": 1},
         lints=(Lint(rule="r", message="m"),),
         lower_s=1.0,

@@ -15,7 +15,7 @@ import jaxpar.model.dispatch
 from jaxpar.collectives import island
 from jaxpar.mesh import make_mesh
 from jaxpar.model.dispatch import Exchange, fit, keep_first, regrouped, through_experts
-from jaxpar.model.grouped import tiled_product
+from jaxpar.model.grouped import GROUPED_PRODUCTS
 from jaxpar.plan.experts import describe_exchange, exchange_mode, receive_bound, rows_moved
 from jaxpar.sharding import EXPERT_AXIS
 
@@ -52,7 +52,7 @@ def run(exchange, arrays, num_devices=DEVICES):
             x,
             experts,
             weights,
-            lambda rows, sizes: tiled_product(rows, matrices, sizes),
+            lambda rows, sizes: GROUPED_PRODUCTS["tiles_64"](rows, matrices, sizes),
         )
         return out, lost[None] + jnp.zeros_like(experts[:1, 0])
 

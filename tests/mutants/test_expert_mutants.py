@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -16,10 +15,9 @@ pytestmark = pytest.mark.proof
 
 
 def grouped_check(monkeypatch):
-    """The test's own compiled function, compiled with the fault."""
-    product = jaxpar.model.grouped.tiled_product
-    compiled = jax.jit(lambda x, w, sizes, dy: (product(x, w, sizes), *jax.vjp(product, x, w, sizes)[1](dy)))
-    test_moe_grouped.test_every_group_has_its_own_matrix(compiled, (5, 130, 64, 101))
+    """The test's own function, compiled with the fault."""
+    compiled = test_moe_grouped.with_gradients(jaxpar.model.grouped.GROUPED_PRODUCTS["tiles_64"])
+    test_moe_grouped.check(compiled, (5, 130, 64, 101))
 
 
 def exchange_check(monkeypatch):
@@ -42,9 +40,9 @@ def gradient_check(monkeypatch):
     test_moe_balance.test_values_and_gradients_are_those_of_the_formula()
 
 
-def whole_tiles(tile, sizes, honest=jaxpar.model.grouped._place):
-    group, row, _ = honest(tile, sizes)
-    return group, row, jaxpar.model.grouped.TILE_ROWS
+def whole_tiles(tile, tile_rows, sizes, honest=jaxpar.model.grouped._place):
+    group, row, _ = honest(tile, tile_rows, sizes)
+    return group, row, tile_rows
 
 
 def first_source_only(received, room, starts, honest=jaxpar.model.dispatch.regrouped):

@@ -11,7 +11,14 @@ from jax import lax
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.collectives import current_mesh, enter_block, gather_weight, row_parallel
+from jaxpar.collectives import (
+    current_mesh,
+    defer_reduction,
+    enter_block,
+    finish_reduction,
+    gather_weight,
+    row_parallel,
+)
 from jaxpar.mesh import make_mesh
 from jaxpar.model.layers import norm
 from jaxpar.pipeline import value_and_grad
@@ -142,9 +149,14 @@ class Pipelined:
         )
         replica_axes = ("data",) if sizes.get("data", 1) > 1 else ()
         schedule = build_schedule(kind, num_stages=stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-        self.function = jax.jit(
-            value_and_grad(schedule, embed=embed, stage=stage, loss=loss, replica_axes=replica_axes)
-        )
+        run = value_and_grad(schedule, embed=embed, stage=stage, loss=loss, replica_axes=replica_axes)
+
+        def function(weights, ends, sides):
+            mask = {"mask": weights.pop("mask")}
+            weights, ends = defer_reduction((weights, ends), replica_axes)
+            return finish_reduction(run(weights | mask, ends, sides))
+
+        self.function = jax.jit(function)
 
     def compile(self):
         with jax.set_mesh(self.mesh):

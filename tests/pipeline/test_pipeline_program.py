@@ -30,7 +30,7 @@ def loss(ends, y, side):
     return jnp.sum((y @ ends["out"]) ** 2), {}
 
 
-def lowered(schedule, *, mesh_stages=None, embed=embed, stage=stage, loss=loss):
+def lowered(schedule, *, mesh_stages=None, embed=embed, stage=stage, loss=loss, replica_axes=()):
     """One layer per chunk: ``tanh`` of a product, which is not differentiated into another ``tanh``."""
     stages = mesh_stages or schedule.num_stages
     mesh = make_mesh({"pipeline": stages}, jax.devices()[:stages])
@@ -44,7 +44,8 @@ def lowered(schedule, *, mesh_stages=None, embed=embed, stage=stage, loss=loss):
             "out": jax.ShapeDtypeStruct((D, D), jnp.float32, sharding=whole),
         }
         sides = jax.ShapeDtypeStruct(rows, jnp.float32, sharding=whole)
-        return jax.jit(value_and_grad(schedule, embed=embed, stage=stage, loss=loss)).lower(weights, ends, sides)
+        run = value_and_grad(schedule, embed=embed, stage=stage, loss=loss, replica_axes=replica_axes)
+        return jax.jit(run).lower(weights, ends, sides)
 
 
 def test_forward_runs_once_per_lane_and_transfers_stand_outside_the_conditionals():
@@ -83,6 +84,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches():
             {"loss": lambda ends, y, side: (jnp.sum(y) * jax.lax.axis_index("pipeline"), {})},
             "the same on all stages",
         ),
+        ({"replica_axes": ("data",)}, r"neither sharded nor reduced over the replica axes \['data'\]"),
     ],
 )
 def test_functions_that_do_not_fit_are_refused(change, message):

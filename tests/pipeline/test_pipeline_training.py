@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.plan.attention import AttentionChoice
+from jaxpar.plan.accelerator import KernelChoice
 from jaxpar.step import matmul_precision
 from tests.parity.harness import (
     assert_same,
@@ -26,6 +26,7 @@ from tests.parity.harness import (
 
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 FSDP_TENSOR = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+DATA_FSDP = {"pipeline": 2, "data": 2, "fsdp": 2}
 TIED = {"num_layers": 4, "family": "llama", "tie_embeddings": True}
 
 UNEVEN = {"num_layers": 5}
@@ -33,6 +34,7 @@ GPT2 = {"family": "gpt2", "tie_embeddings": True, "num_kv_heads": 8, "max_positi
 
 QUICK = {
     "interleaved, tied, with fsdp and tensor": (FSDP_TENSOR, TIED, INTERLEAVED, 2),
+    "interleaved, weights gathered once": ({**FSDP_TENSOR, "fsdp_strategy": "optimizer"}, TIED, INTERLEAVED, 2),
     "1f1b with data": ({"pipeline": 2, "data": 2}, {"family": "qwen2"}, {}, 2),
 }
 FOUR = {"num_layers": 4}
@@ -41,7 +43,7 @@ FULL = {
     "pipeline 4": ({"pipeline": 4}, FOUR, {}, 4),
     "pipeline 4, 16 microbatches": ({"pipeline": 4}, FOUR, {}, 16),
     "pipeline 8": ({"pipeline": 8}, EIGHT, {}, 8),
-    "data and fsdp": ({"pipeline": 2, "data": 2, "fsdp": 2}, FOUR, {}, 4),
+    "data and fsdp": (DATA_FSDP, FOUR, {}, 4),
     "fsdp and tensor, 8 microbatches": (FSDP_TENSOR, FOUR, {}, 8),
     "tensor": ({"pipeline": 4, "tensor": 2}, FOUR, {}, 4),
     "fsdp": ({"pipeline": 2, "fsdp": 4}, FOUR, {}, 4),
@@ -58,6 +60,16 @@ FULL = {
         4,
     ),
     "biases, uneven": ({"pipeline": 2, "fsdp": 2}, GPT2, {"layers_per_stage": "balanced"}, 2),
+    "optimizer": ({**DATA_FSDP, "fsdp_strategy": "optimizer"}, FOUR, {}, 4),
+    "optimizer, uneven": ({**FSDP_TENSOR, "fsdp_strategy": "optimizer"}, UNEVEN, {"layers_per_stage": [2, 3]}, 4),
+    "grads": ({**DATA_FSDP, "fsdp_strategy": "grads"}, FOUR, {}, 4),
+    "grads, interleaved, tied": ({**FSDP_TENSOR, "fsdp_strategy": "grads"}, TIED, INTERLEAVED, 4),
+    "grads, biases, uneven": (
+        {**FSDP_TENSOR, "fsdp_strategy": "grads"},
+        GPT2,
+        {"layers_per_stage": "balanced"},
+        2,
+    ),
     "gemma": ({"pipeline": 2, "tensor": 2}, {"family": "gemma", "num_layers": 4, "tie_embeddings": True}, {}, 2),
     "tied": ({"pipeline": 4, "tensor": 2}, TIED, {}, 4),
 }
@@ -102,7 +114,7 @@ kernel.defvjp(lambda *args: (kernel(*args), args), kernel_backward)
 
 
 def test_fused_attention_inside_stages_equals_one_device(monkeypatch):
-    monkeypatch.setattr("jaxpar.program.choose_attention", lambda *_: AttentionChoice(kernel="fake", reason=""))
+    monkeypatch.setattr("jaxpar.program.choose_attention", lambda *_: KernelChoice(kernel="fake", reason=""))
     monkeypatch.setattr("jaxpar.model.attention.fused_attention", lambda _, *arguments: kernel(*arguments))
     check(*QUICK["1f1b with data"])
 

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxpar.config import ConfigError, load_config
-from jaxpar.plan.attention import Accelerator, choose_attention
+from jaxpar.plan.accelerator import Accelerator
+from jaxpar.plan.attention import choose_attention
 
 CPU = Accelerator(name="cpu", capability=None, has_tokamax=True)
 T4 = Accelerator(name="Tesla T4", capability=(7, 5), has_tokamax=True)

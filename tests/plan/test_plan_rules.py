@@ -383,7 +383,7 @@ def test_a_list_that_nothing_reads_is_warned_about():
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["mesh.pipeline=2", "mesh.fsdp=2", "mesh.fsdp_strategy=grads"], "mesh.fsdp_strategy"),
+        (["mesh.pipeline=2", "mesh.context=2", "mesh.fsdp_strategy=grads"], "mesh.fsdp_strategy"),
         (["mesh.pipeline=2", "mesh.expert=2"], "mesh.expert"),
     ],
 )

@@ -70,9 +70,12 @@ class CompileOutcome:
     conditionals: int
     """Conditional instructions; those whose branches communicate need all devices to take the same branch."""
     custom_calls: dict[str, int]
-    """Kernels that are not the compiler's own, by target: how many instructions call each."""
+    """Kernels that are not the compiler's own, by target (and for Pallas their name): how many instructions call
+    each."""
     attention: str
     """Kernel that was chosen, and why."""
+    grouped: str | None
+    """What multiplies the rows of the experts, and why; None without experts."""
     options: dict[str, bool | int | str]
     """Compiler options that were given."""
     lints: tuple[Lint, ...]

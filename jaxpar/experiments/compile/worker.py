@@ -82,6 +82,7 @@ def compile_program(program: Program, target: Target) -> CompileOutcome:
         conditionals=sum(instruction.opcode == "conditional" for instruction in instructions),
         custom_calls=custom_calls(instructions),
         attention=program.attention.reason,
+        grouped=program.grouped.reason if program.grouped else None,
         options={**program.options.values, **options},
         lints=find_lints(program, report, lowered, warnings, target),
         lower_s=traced - started,
@@ -92,13 +93,14 @@ def compile_program(program: Program, target: Target) -> CompileOutcome:
 
 
 def custom_calls(instructions: Sequence[Instruction]) -> dict[str, int]:
-    """Number of instructions by the kernel that they call."""
-    targets = (
-        re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
-        for instruction in instructions
-        if instruction.opcode == "custom-call"
-    )
-    return dict(Counter(target[1] for target in targets if target))
+    """Number of instructions by the kernel that they call; of Pallas kernels (``mosaic_gpu_v2 NAME``) by their name."""
+    names = []
+    for instruction in instructions:
+        target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
+        if instruction.opcode == "custom-call" and target:
+            kernel = re.search(r"([^/]+)/mpmd_map$", instruction.op_name)
+            names.append(f"{target[1]} {kernel[1]}" if kernel else target[1])
+    return dict(Counter(names))
 
 
 def collective_rows(report: ProgramReport) -> tuple[CollectiveRow, ...]:
