@@ -1,4 +1,4 @@
-"""Eight fake CPU devices for every test, set before anything imports JAX; and no time limit on examples."""
+"""For every test: eight fake CPU devices, one cache of compiled programs, and no time limit on examples."""
 
 import os
 import tempfile
@@ -16,9 +16,15 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), *(f"{name}={value}" for name, value in FLAGS.items())]
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Runs that tests start share compiled programs with each other, not with those of the user.
-CACHE = tempfile.TemporaryDirectory(prefix="jaxpar-tests-")
-os.environ["XDG_CACHE_HOME"] = CACHE.name
+# Tests, their processes and the runs that they start share compiled programs with each other, not with the user.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="jaxpar-tests-")
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
+
+# JAX reads the platform when it is imported.
+from jaxpar.runtime.compiled import keep_compiled_programs  # noqa: E402
+
+keep_compiled_programs("auto", run_dir=None, num_processes=1, on_cpu=True)
 
 # A loaded machine is slow, and no property is about time.
 settings.register_profile("patient", deadline=None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def capture_compiler_warnings() -> Iterator[CompilerWarnings]:
 
     XLA reports a full rematerialisation only there, from C++, and does not raise. Everything still reaches the real
     stderr at once, through a ``tee`` process of its own, so that the last words of a compiler that aborts are not lost.
-    A program that comes out of the compilation cache is not compiled and gives no warnings.
+    JAX's compilation cache is not used in the block: what it holds is not compiled and would give no warnings.
 
         with capture_compiler_warnings() as warnings:
             compiled = lowered.compile()
@@ -87,7 +88,7 @@ def capture_compiler_warnings() -> Iterator[CompilerWarnings]:
     with tempfile.TemporaryDirectory(prefix="jaxpar-stderr-") as directory:
         copy = Path(directory, "stderr")
         try:
-            with _teed_stderr(copy):
+            with _teed_stderr(copy), _without_compilation_cache():
                 yield warnings
         finally:
             warnings.text = copy.read_text(errors="replace") if copy.exists() else ""
@@ -179,6 +180,19 @@ def _log_level_that_hides_warnings() -> str | None:
     """XLA's log level: 0 all, 1 warnings and errors (JAX's default), 2 errors only."""
     level = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     return f"TF_CPP_MIN_LOG_LEVEL={level}" if level.isdigit() and int(level) >= 2 else None
+
+
+@contextlib.contextmanager
+def _without_compilation_cache() -> Iterator[None]:
+    """Has JAX compile everything; it looks at the setting only once after a reset."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager

@@ -245,13 +245,14 @@ def _sharded_weights(
         )
 
     if layout.strategy == "full":
-        # Per microbatch: weights before the forward pass, again before the backward pass, gradients after it. The
-        # three share one queue, so that what does not fit beside the computation of the whole stage delays it.
-        m, both = layout.microbatches, 2 * gather + scatter
+        # Per microbatch: weights before the forward pass, again before the backward pass, gradients after it. They
+        # share one queue, so that what does not fit beside the computation of the whole stage delays it.
+        m, gathers = layout.microbatches, layout.weight_gathers
+        both = gathers * gather + scatter
         exposed = _hidden(both, stage.total_s, constants) / both if both else 0.0
         # Nothing runs yet beside the very first block's gather.
-        first = gather / max(1.0, stage.blocks) / (2 * m)
-        yield row("all-gather", "weights", 2 * m, _value_bytes(layout), gather, exposed * gather + first)
+        first = gather / max(1.0, stage.blocks) / (gathers * m)
+        yield row("all-gather", "weights", gathers * m, _value_bytes(layout), gather, exposed * gather + first)
         yield row("reduce-scatter", "gradients", m, GRADIENT_BYTES, scatter, exposed * scatter)
         return
     # Weights once per step, beside the forward pass; gradients per microbatch (grads) or once (optimizer).

@@ -44,9 +44,12 @@ def recompute_share(remat: Remat, save: Sequence[str] = DEFAULT_SAVE) -> float:
     return RECOMPUTE[remat]
 
 
-STAGE_RECOMPUTE = 1.0
-"""Repeated on top of that in a pipeline: a stage keeps only its input and redoes its forward pass before going back, so
-that its memory does not grow with the number of microbatches."""
+STAGE_RECOMPUTE = 1.0 + RECOMPUTE["dots"]
+"""The same in a pipeline: a stage keeps only its input, so that its memory does not grow with the number of
+microbatches, and redoes its forward pass before going back. What this keeps spares all products of a third time."""
+
+STAGE_GATHERS = 3
+"""Gathers of a block's weights per microbatch in a pipeline: forward, forward again, backward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,8 @@ class Layout:
     remat: Remat = "full"
     recompute: float = 1.0
     """Share of a block's forward pass that its backward pass repeats; see :func:`recompute_share`."""
+    weight_gathers: int = 2
+    """Gathers of a block's weights per microbatch, where the strategy shards them."""
     remat_save: tuple[str, ...] = DEFAULT_SAVE
     """Activations that selective and offload keep."""
     precision: Precision = "bfloat16"
@@ -152,6 +157,7 @@ def mesh_layout(
     context_mode: str = "auto",
 ) -> Layout:
     """The layout of a mesh; the batch divides by it."""
+    is_staged = mesh["pipeline"] > 1
     batch_shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     weight_shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
     return Layout(
@@ -170,7 +176,8 @@ def mesh_layout(
         places=places,
         schedule=schedule,
         remat=remat,
-        recompute=recompute_share(remat, remat_save) + (STAGE_RECOMPUTE if mesh["pipeline"] > 1 else 0.0),
+        recompute=STAGE_RECOMPUTE if is_staged else recompute_share(remat, remat_save),
+        weight_gathers=STAGE_GATHERS if is_staged else Layout.weight_gathers,
         precision=precision,
         remat_save=remat_save,
     )

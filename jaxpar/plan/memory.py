@@ -10,9 +10,10 @@ under full, selective and dots remat. It assumes fused attention: no [S, S] scor
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
-from jaxpar.plan.layout import Layout, Strategy
+from jaxpar.plan.layout import SAVED_WORK, Layout, Strategy
 from jaxpar.plan.shape import ModelShape
 
 GIB = 2**30
@@ -102,22 +103,25 @@ def state_memory(
     return tuple(params * size / by for size, by in zip(sizes, split, strict=True))
 
 
-def microbatches_in_flight(layout: Layout) -> float:
-    """Stage inputs that the first stage holds, in microbatches of one chunk.
+def buffer_slots(layout: Layout) -> int:
+    """Stage inputs, and gradients of stage outputs, that a stage has room for: at least the slots of the table.
 
-    gpipe: m. 1f1b in lock step: min(m, 2p - 1). Interleaved with v chunks: min(v m, (v + 1) p - 3), at least that of
-    1f1b. (The asynchronous forms, min(m, p) and p v + p - 1 of arXiv 2104.04473, need fewer: a schedule that runs on
-    all stages at once has its arrivals wait.)
+    With m microbatches in g groups of at most s = ceil(m / g) that pass a chunk together (g = m // p; breadth first: 1)
+    (v - 1) s + min(m + 1, 2p - 3) activations and (v - 1) (s - p) + 1 gradients; gpipe m + 1 and m. (Asynchronous
+    schedules, min(m, p) and p v + p - 1 in arXiv 2104.04473, need fewer: in lock step arrivals wait.)
     """
     stages, m, chunks = layout.pipeline, layout.microbatches, layout.chunks
     if stages == 1:
-        return 1.0
+        return 0
     if layout.schedule == "gpipe":
-        return m
-    lock_step = 2 * stages - 1
+        return m + (m if stages == 2 else m + 1)
+    turning = min(m + 1, 2 * stages - 3)
     if chunks == 1:
-        return min(m, lock_step)
-    return min(chunks * m, max(lock_step, (chunks + 1) * stages - 3))
+        return turning + 1
+    groups = 1 if layout.schedule == "breadth_first" else max(1, m // stages)
+    size = math.ceil(m / groups)
+    late = (size - stages) * (chunks - 1 if groups > 1 else 1)
+    return (chunks - 1) * size + turning + max(1, late + 1)
 
 
 def kept_per_token(shape: ModelShape, layout: Layout) -> float:
@@ -244,7 +248,26 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
         return blocks * kept
     value = 4 if layout.precision == "float32" else 2
     stage_input = layout.tokens * shape.embed_dim * value / layout.tensor
-    return microbatches_in_flight(layout) * stage_input + blocks / layout.chunks * kept
+    # A chunk that goes back keeps all that has a name, whatever waits between the stages.
+    at_work = dataclasses.replace(layout, remat="selective", remat_save=tuple(SAVED_WORK))
+    kept = layout.tokens * kept_per_token(shape, at_work)
+    return buffer_slots(layout) * stage_input + blocks / layout.chunks * kept
+
+
+def _chunk_copies(shape: ModelShape, layout: Layout, per_param: StateBytes) -> float:
+    """What a stage holds of its blocks' matrices besides the state, sharded as they are.
+
+    The float32 gradients of the chunk that goes back, before they are added to the sum (``_whole_gradients`` has those
+    of ``optimizer``); and, where layers run on other stages than those that keep them, the layers that it runs.
+    """
+    if layout.pipeline == 1:
+        return 0.0
+    layers_share = layout.stage_layers(shape.num_layers) / shape.num_layers / layout.tensor
+    dense = shape.block_params * layers_share / layout.weight_shards
+    experts = shape.routed_params * layers_share / layout.expert / max(1, layout.weight_shards // layout.expert)
+    grads = 0.0 if layout.strategy == "optimizer" else 4 / layout.chunks
+    moved = per_param.params if layout.chunks > 1 or layout.places else 0.0
+    return (dense + experts) * (grads + moved)
 
 
 def chunk_tokens(shape: ModelShape, layout: Layout, loss_chunk_tokens: int) -> float:
@@ -281,8 +304,10 @@ def training_memory(
     whole_copy = (dense + experts) * value if layout.strategy in ("optimizer", "grads") else 0.0
     vocab_shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
     table = shape.padded_vocab_size * shape.embed_dim * value / vocab_shards
-    # Without reduce-scatters by block: one block's matrices cast or sliced out, and their gradients.
-    live = (LIVE_BLOCKS if has_scatters else 2) * value * _block_params(shape, layout)
+    # Without reduce-scatters by block: one block's matrices cast or sliced out, and their gradients. In a stage: those
+    # of this block and the next, while the gradients are the chunk's.
+    copies = LIVE_BLOCKS if has_scatters and layout.pipeline == 1 else 2
+    live = copies * value * _block_params(shape, layout) + _chunk_copies(shape, layout, state)
     moe = shape.num_experts > 0
     width = 10 * _mlp_values(shape) + 12 * shape.embed_dim * (1 + (shape.top_k if moe else 0) / 4)
     intermediates = layout.tokens * width * value / 2 / layout.tensor

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.audit import capture_compiler_warnings, record_compilations
 from jaxpar.audit.compiler_log import find_rematerializations
+from jaxpar.runtime.compiled import count_cache_use
 
 
 def compile_resharding(source, target, axis_sizes, shape=(16, 16, 16)):
@@ -40,6 +41,22 @@ def test_involuntary_full_rematerialization_is_found_and_named(capfd):
     assert "[16, 16, 16]" in str(finding)
     # The user still sees what the compiler wrote, once.
     assert capfd.readouterr().err.count("Involuntary full rematerialization") == 1
+
+
+def test_a_program_that_the_cache_holds_is_compiled_again():
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    kept = (P("y", None, "x"), P(None, ("x", "y"), None), (2, 4))
+    try:
+        compile_resharding(*kept)
+        with count_cache_use() as use:
+            compile_resharding(*kept)
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    assert use.found == 1
+    with capture_compiler_warnings() as warnings:
+        compile_resharding(*kept)
+    assert len(warnings.rematerializations) == 1
 
 
 def test_a_cheap_change_of_sharding_is_clean():

@@ -8,13 +8,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import attention_numerics
 import single_gpu
 
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
 SMALL = attention_numerics.cases(small=True)
 
 

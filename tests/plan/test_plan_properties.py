@@ -75,7 +75,6 @@ def is_legal(config: Config, num_devices: int) -> bool:
     padded = math.ceil(model.vocab_size / model.vocab_multiple) * model.vocab_multiple
     return bool(
         sizes["expert"] == 1
-        and 1 in (stages, context)
         and model.num_layers % stages == 0
         and train.microbatches >= stages
         and padded % (stages * tensor) == 0

@@ -57,6 +57,15 @@ def test_fsdp_bytes_by_hand():
     assert collective(time, "fsdp", "all-gather").link == "network"
 
 
+def test_a_stage_repeats_its_forward_pass_once_and_gathers_three_times():
+    one, staged = layout(fsdp=8), layout(pipeline=2, fsdp=4, microbatches=2)
+    assert (one.recompute, staged.recompute) == (1.0, pytest.approx(1.2))
+    time = step_time(EIGHT_B, staged, cluster(8))
+    matrices = (EIGHT_B.total_params - EIGHT_B.vector_params) / 2
+    assert collective(time, "fsdp", "all-gather").bytes == pytest.approx(2 * 3 * 2 * matrices * 3 / 4)
+    assert collective(time, "fsdp", "reduce-scatter").bytes == pytest.approx(2 * 4 * matrices * 3 / 4)
+
+
 def test_ddp_and_hybrid_bytes_by_hand():
     matrices = EIGHT_B.total_params - EIGHT_B.vector_params
     ddp = step_time(EIGHT_B, layout(data=64), cluster(64))
