@@ -34,6 +34,12 @@ FULL = {
         {"pipeline": 2, "data": 2, "expert": 2, "expert_exchange": "gather"},
         LIMITED | {"num_layers": 3},
         BALANCED,
+        4,
+    ),
+    "experts and weights gathered once per step": (
+        {"pipeline": 2, "data": 2, "fsdp": 2, "fsdp_strategy": "grads"},
+        SOFTMAX_4,
+        {},
         2,
     ),
 }

@@ -384,7 +384,8 @@ def test_a_list_that_nothing_reads_is_warned_about():
     ("overrides", "key"),
     [
         (["mesh.pipeline=2", "mesh.context=2", "mesh.fsdp_strategy=grads"], "mesh.fsdp_strategy"),
-        (["mesh.pipeline=2", "mesh.expert=2"], "mesh.expert"),
+        (["mesh.pipeline=2", "mesh.expert=2", "mesh.fsdp_strategy=optimizer"], "mesh.fsdp_strategy"),
+        (["mesh.pipeline=2", "mesh.fsdp=2", "model.first_dense_layers=1"], "model.first_dense_layers"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(overrides, key):
