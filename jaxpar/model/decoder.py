@@ -357,7 +357,7 @@ class Decoder(nnx.Module):
         model, segment_ids, starts = self.model, zigzag(segment_ids_bs), None
         if self.numerics.attention != "xla":
             rows = P(batch_entry(current_mesh()), None)
-            starts = island(segment_starts, rows, rows)(segment_ids)
+            starts = split_sequence(island(segment_starts, rows, rows)(segment_ids_bs))
         if FAMILIES[model.family].learned_positions:
             return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids, segment_starts=starts)
         frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)

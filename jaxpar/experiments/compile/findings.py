@@ -28,6 +28,7 @@ from jaxpar.audit.program_lints import (
 from jaxpar.experiments.compile.outcome import Lint
 from jaxpar.experiments.compile.targets import Target
 from jaxpar.mesh import used_axes
+from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.program import Program
 from jaxpar.sharding import CONTEXT_AXIS, GATHER_AXES, axes_of
@@ -77,6 +78,9 @@ def _weight_lints(program: Program, report: ProgramReport, target: Target) -> li
         if any(set(axes_of(entry)) & set(GATHER_AXES) for entry in leaf.sharding.spec.partitions)
     ]
     num_layers = layers_per_loop(program)
+    context = mesh.shape[CONTEXT_AXIS]
+    context_mode = resolved_context_mode(config.mesh.context_mode, config.data.seq_len / context)
+    gathers_keys = context > 1 and context_mode == "allgather"
     stack = num_layers * min(sizes) // mesh.shape["tensor"]
     table = program.plan.padded_vocab_size * config.model.embed_dim * compute
     gathers = [
@@ -88,7 +92,7 @@ def _weight_lints(program: Program, report: ProgramReport, target: Target) -> li
     return [
         *(found for found in gathers if set(found.collective.axes or GATHER_AXES) & set(GATHER_AXES)),
         *weight_sized_all_reduces(report, weight_bytes=min(sizes)),
-        *gather_storms(report, num_layers=num_layers, matrices_per_layer=len(sizes)),
+        *gather_storms(report, num_layers=num_layers, matrices_per_layer=len(sizes) + gathers_keys),
     ]
 
 
