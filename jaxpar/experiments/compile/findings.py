@@ -72,11 +72,9 @@ def _weight_lints(program: Program, report: ProgramReport, target: Target) -> li
         return []
     # The CPU compiler widens bfloat16.
     compute = 4 if config.precision.compute == "float32" or target.gpu is None else 2
-    sizes = [
-        math.prod(leaf.shape[1:]) * compute
-        for leaf in jax.tree.leaves(program.abstract_state.params["layers"])
-        if any(set(axes_of(entry)) & set(GATHER_AXES) for entry in leaf.sharding.spec.partitions)
-    ]
+    layers = jax.tree.leaves(program.abstract_state.params["layers"])
+    sizes = [math.prod(leaf.shape[1:]) * compute for leaf in layers if _is_gathered(leaf)]
+    whole = {leaf.sharding.shard_shape(leaf.shape) for leaf in layers if not _is_gathered(leaf)}
     num_layers = layers_per_loop(program)
     context = mesh.shape[CONTEXT_AXIS]
     context_mode = resolved_context_mode(config.mesh.context_mode, config.data.seq_len / context)
@@ -91,9 +89,13 @@ def _weight_lints(program: Program, report: ProgramReport, target: Target) -> li
         gathers = []
     return [
         *(found for found in gathers if set(found.collective.axes or GATHER_AXES) & set(GATHER_AXES)),
-        *weight_sized_all_reduces(report, weight_bytes=min(sizes)),
+        *weight_sized_all_reduces(report, weight_bytes=min(sizes), whole=whole),
         *gather_storms(report, num_layers=num_layers, matrices_per_layer=len(sizes) + gathers_keys),
     ]
+
+
+def _is_gathered(leaf: jax.ShapeDtypeStruct) -> bool:
+    return any(set(axes_of(entry)) & set(GATHER_AXES) for entry in leaf.sharding.spec.partitions)
 
 
 def _wire_lints(program: Program, report: ProgramReport, target: Target) -> list[Finding]:
