@@ -58,10 +58,11 @@ class Evaluation:
         return self.memory.free_bytes >= SAFE_MARGIN * self.memory.device_bytes
 
 
-def trains_today(layout: Layout) -> bool:
+def trains_today(shape: ModelShape, layout: Layout) -> bool:
     """Whether the trainer can run such a layout already: see ``jaxpar.plan.support_rules``."""
     has_whole_weights = layout.strategy in ("optimizer", "grads")
-    return layout.pipeline == 1 or (layout.expert == 1 and not (layout.context > 1 and has_whole_weights))
+    is_refused = shape.first_dense_layers or (has_whole_weights and (layout.expert > 1 or layout.context > 1))
+    return layout.pipeline == 1 or not is_refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -384,7 +384,11 @@ def test_a_list_that_nothing_reads_is_warned_about():
     ("overrides", "key"),
     [
         (["mesh.pipeline=2", "mesh.context=2", "mesh.fsdp_strategy=grads"], "mesh.fsdp_strategy"),
-        (["mesh.pipeline=2", "mesh.expert=2"], "mesh.expert"),
+        (["mesh.pipeline=2", "mesh.expert=2", "mesh.fsdp_strategy=optimizer"], "mesh.fsdp_strategy"),
+        (
+            ["mesh.pipeline=2", "mesh.fsdp=2", "model.num_experts=4", "model.top_k=2", "model.first_dense_layers=1"],
+            "model.first_dense_layers",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(overrides, key):
@@ -425,10 +429,10 @@ def test_strategy_needs_an_axis(strategy):
 
 
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
-def test_mixtures_of_experts_train_but_not_in_a_pipeline_yet(preset):
+def test_mixtures_of_experts_train_alone_and_in_a_pipeline(preset):
     check(load_config(None, [f"model.preset={preset}", "mesh.expert=8"]), num_devices=8)
-    with pytest.raises(ConfigError, match="together with pipeline stages"):
-        check(load_config(None, [f"model.preset={preset}", "mesh.pipeline=2"]), num_devices=2)
+    staged = ["mesh.pipeline=2", "mesh.expert=4", "train.microbatches=2"]
+    check(load_config(None, [f"model.preset={preset}", *staged]), num_devices=8)
 
 
 @pytest.mark.parametrize(
