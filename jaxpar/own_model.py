@@ -144,6 +144,7 @@ class OwnProgram(Program):
             mesh=mesh,
             attention=None,
             grouped=None,
+            gather=None,
             options=choose_options(config, mesh),
             definition=definition,
             optimizer=make_optimizer(config.optim, definition.logical_axes, compute=config.precision.compute),
@@ -174,7 +175,13 @@ class OwnProgram(Program):
     @property
     def notes(self) -> list[str]:
         """For the log: what was chosen for this mesh."""
-        return list(self.options.notes)
+        notes = list(self.options.notes)
+        if self.mesh.shape["tensor"] > 1 and self.config.precision.reduce != self.config.precision.compute:
+            notes.append(
+                f"precision.reduce = {self.config.precision.reduce} is not promised: with a tensor axis the compiler "
+                "reduces the gradients of a module of your own, in the type that it computes them in"
+            )
+        return notes
 
     @cached_property
     def accumulate(self) -> Accumulate:

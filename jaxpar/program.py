@@ -24,7 +24,9 @@ from jaxpar.optim import make_optimizer
 from jaxpar.plan.accelerator import Accelerator, KernelChoice
 from jaxpar.plan.attention import choose_attention
 from jaxpar.plan.compiler_options import Option
+from jaxpar.plan.evaluation import GatherChoice, gather_on
 from jaxpar.plan.experts import choose_grouped_product, describe_exchange
+from jaxpar.plan.facts import gather_facts
 from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.plan.remat_rules import offload_objection
 from jaxpar.plan.resolve import ResolvedPlan
@@ -72,6 +74,8 @@ class Program:
     """None for a model that is not ours."""
     grouped: KernelChoice | None
     """What multiplies the rows of the experts; None without experts."""
+    gather: GatherChoice | None
+    """How often stages gather their weights, and so the strategy; None for a model that is not ours."""
     options: CompilerOptions
 
     @classmethod
@@ -111,6 +115,7 @@ class Program:
             mesh=mesh,
             attention=attention,
             grouped=grouped if config.model.num_experts else None,
+            gather=gather_on(gather_facts(config, num_devices=plan.num_devices), mesh.devices.flat[0].device_kind),
             options=choose_options(config, mesh),
             definition=definition,
             optimizer=make_optimizer(
@@ -161,7 +166,8 @@ class Program:
         if self.grouped:
             experts = [describe_exchange(exchange, model.top_k, model.num_experts, expert), self.grouped.reason]
         convention = "FLOPs by convention A: 6 (P - V D) + 6 L S H h per token, causal attention counted once"
-        return [*self.options.notes, self.attention.reason, *experts, convention]
+        gather = [self.gather.reason] if self.gather.reason else []
+        return [*self.options.notes, self.attention.reason, *experts, *gather, convention]
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -177,12 +183,18 @@ class Program:
         """The parameters that are validated, see ``train.eval_params``."""
         return state.ema if self.config.train.eval_params == "ema" else state.params
 
+    @property
+    def strategy(self) -> FsdpStrategy:
+        """When weights are gathered and gradients scattered."""
+        name = self.gather.strategy
+        return FsdpStrategy.of("full" if name == "none" else name, self.config.precision)
+
     @cached_property
     def accumulate(self) -> Accumulate:
         """Gradients and means of a batch; through the stages of a pipeline, if the mesh has one."""
         if self._staged:
             return self._staged.accumulate
-        return partial(accumulate, self.definition, self.loss_fn, strategy=self._strategy)
+        return partial(accumulate, self.definition, self.loss_fn, strategy=self.strategy)
 
     @cached_property
     def evaluate(self) -> Evaluate:
@@ -192,11 +204,7 @@ class Program:
     @cached_property
     def _staged(self) -> StagedDecoder | None:
         num_stages = self.mesh.shape[PIPELINE_AXIS]
-        return StagedDecoder.of(self.config, self.definition, num_stages, self._strategy) if num_stages > 1 else None
-
-    @property
-    def _strategy(self) -> FsdpStrategy:
-        return FsdpStrategy.of(self.config)
+        return StagedDecoder.of(self.config, self.definition, num_stages, self.strategy) if num_stages > 1 else None
 
     @cached_property
     def abstract_state(self) -> TrainState:

@@ -65,7 +65,7 @@ class ModelDefinition:
             shape = [size + more for size, (_, more) in zip(leaf.shape, self._padding(leaf.shape, axes), strict=True)]
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-        return jax.tree.map(padded, nnx.to_pure_dict(self._state), self.logical_axes)
+        return jax.tree.map(padded, _by_name(self._state), self.logical_axes)
 
     def without_padding(self, params: dict) -> dict:
         """Arrays of ``params``, on the host, without the padded layers."""
@@ -73,7 +73,7 @@ class ModelDefinition:
         def cut(leaf: np.ndarray, true: jax.ShapeDtypeStruct) -> np.ndarray:
             return leaf[tuple(slice(size) for size in true.shape)]
 
-        return jax.tree.map(cut, params, nnx.to_pure_dict(self._state))
+        return jax.tree.map(cut, params, _by_name(self._state))
 
     def _padding(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[int, int]]:
         """Zeros before and after each dim."""
@@ -143,7 +143,7 @@ class ModelDefinition:
         """
 
         def values(key: jax.Array) -> dict:
-            params = nnx.to_pure_dict(nnx.state(self._make(nnx.Rngs(key))))
+            params = _by_name(nnx.state(self._make(nnx.Rngs(key))))
             if self._layer_multiple == 1:
                 return params
             return jax.tree.map(lambda a, axes: jnp.pad(a, self._padding(a.shape, axes)), params, self.logical_axes)
@@ -155,6 +155,12 @@ class ModelDefinition:
         state = jax.tree.map(lambda leaf: leaf, self._state)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(self._graph, state)
+
+
+def _by_name(state: nnx.State) -> dict:
+    """Values of a module's state in nested dicts, keys all strings: NNX numbers the items of an ``nnx.List``."""
+    flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(state))
+    return nnx.traversals.unflatten_mapping({tuple(map(str, path)): value for path, value in flat.items()})
 
 
 def _name(path: tuple) -> str:

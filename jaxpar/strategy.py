@@ -29,7 +29,7 @@ from jaxpar.collectives import (
     scatter_gradient,
     spec_of,
 )
-from jaxpar.config.schema import Config
+from jaxpar.config.schema import PrecisionConfig
 from jaxpar.sharding import GATHERED_DIMS, axes_of
 
 
@@ -38,18 +38,17 @@ class FsdpStrategy:
     """When weights are gathered and gradients scattered, fixed while tracing."""
 
     name: str
-    """``full``, ``grads`` or ``optimizer``, see ``mesh.fsdp_strategy``."""
+    """``full``, ``grads`` or ``optimizer``, see ``mesh.fsdp_strategy`` and ``pipeline.gather``."""
     compute: jnp.dtype
     """What weights are gathered in."""
     reduce: jnp.dtype
     """What gradients are reduce-scattered in."""
 
     @classmethod
-    def of(cls, config: Config) -> FsdpStrategy:
-        """The strategy that a config asks for."""
-        precision = config.precision
+    def of(cls, name: str, precision: PrecisionConfig) -> FsdpStrategy:
+        """A strategy in the number formats that a config asks for."""
         return cls(
-            name=config.mesh.fsdp_strategy,
+            name=name,
             compute=jnp.dtype(precision.compute),
             reduce=jnp.dtype(precision.reduce),
         )

@@ -1,35 +1,33 @@
-"""Memory of every fsdp strategy and remat mode: what the compiler needs, beside what `jaxpar plan` says.
+"""Memory of every fsdp strategy and remat mode: what the GPU's compiler needs, beside what `jaxpar plan` says.
 
-    python scripts/memory_table.py                        # prints the table; some minutes on 2 cores
+    python scripts/memory_table.py                        # prints the table; some minutes on 2 cores, no GPU
     python scripts/memory_table.py --docs docs/memory.md  # also writes it into the page
 
-A small Llama is compiled for fsdp=8 (fake CPU devices) in float32 with two microbatches; nothing is run. Compiled bytes
-are arguments and temporaries of the fullest device, planned bytes are `jaxpar.plan.memory` without its reserve.
+Llama 3.2 1B of 8 blocks is compiled for fsdp=8 (H100s, none of which is needed) with two microbatches; nothing is run.
+Compiled bytes are the compiler's peak of a device, planned bytes are `jaxpar.plan.memory` without its reserve.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
-from jaxpar.audit import audit
-from jaxpar.config import Config
+from jaxpar.config import Config, load_config
+from jaxpar.experiments.compile import compile_step, gpu_target
+from jaxpar.plan.catalogue import gpu_named
+from jaxpar.plan.evaluation import evaluate_config
 from jaxpar.plan.facts import gather_facts
-from jaxpar.plan.layout import layout_of
-from jaxpar.plan.memory import Memory, training_memory
-from jaxpar.plan.resolve import ResolvedPlan, resolve
+from jaxpar.plan.memory import Memory
 from jaxpar.plan.shape import shape_of
-from jaxpar.program import Program
+from jaxpar.plan.topology import make_cluster
 
 STRATEGIES = ("full", "grads", "optimizer")
 REMATS = ("full", "selective", "none")
 DEVICES = 8
-MIB = 2**20
+CLUSTER = make_cluster(gpu_named("h100"), num_devices=DEVICES)
+GIB = 2**30
 BEGIN, END = "<!-- table: scripts/memory_table.py -->\n", "<!-- end of table -->\n"
 HEADER = (
     "| fsdp_strategy | remat | compiled | planned | planned / compiled | of it: state, gradients | whole weights "
@@ -38,56 +36,39 @@ HEADER = (
 )
 
 
-def plan_of(strategy: str, remat: str) -> ResolvedPlan:
-    """The run that a row of the table is about; large against what the compiler needs besides, small to compile."""
-    config = Config(
-        model={
-            "family": "llama",
-            "vocab_size": 2048,
-            "embed_dim": 512,
-            "num_layers": 8,
-            "num_heads": 8,
-            "num_kv_heads": 4,
-            "head_dim": 64,
-            "mlp_dim": 1536,
-        },
-        mesh={"fsdp": DEVICES, "fsdp_strategy": strategy},
-        data={"seq_len": 64, "num_samples": 1024},
-        train={"global_batch_size": 2 * 16 * DEVICES, "microbatches": 2, "remat": remat, "loss_chunk_tokens": 256},
-        precision={"compute": "float32"},
-    )
-    return resolve(config, num_devices=DEVICES)
+def config_of(strategy: str, remat: str) -> Config:
+    """The run that a row of the table is about."""
+    model = ("model.preset=llama-3.2-1b", "model.num_layers=8", "data.seq_len=4096", "data.pack=false")
+    batch = (f"train.global_batch_size={2 * 2 * DEVICES}", "train.microbatches=2", f"train.remat={remat}")
+    return load_config(None, [*model, *batch, f"mesh.fsdp={DEVICES}", f"mesh.fsdp_strategy={strategy}"])
 
 
-def planned(plan: ResolvedPlan) -> Memory:
-    """The arithmetic, for a device that keeps nothing back."""
-    config = plan.config
-    layout = layout_of(gather_facts(config, num_devices=DEVICES))
-    chunk = config.train.loss_chunk_tokens
-    return training_memory(shape_of(config.model), layout, device_bytes=0, loss_chunk_tokens=chunk)
+def planned(config: Config) -> Memory:
+    """The arithmetic."""
+    facts = gather_facts(config, num_devices=DEVICES)
+    return evaluate_config(facts, shape_of(facts.model), CLUSTER)[1].memory
 
 
-def compiled_bytes(plan: ResolvedPlan) -> int:
-    """Bytes of the fullest device: the arguments, and what the step needs besides."""
-    program = Program.build(plan)
-    memory = audit(program.lower_train_step().compile(), program.mesh).memory
-    return memory.argument + memory.temp
+def used_bytes(memory: Memory) -> float:
+    """All but what is left to the driver."""
+    return memory.total_bytes - memory.reserve
 
 
 def planned_cells(memory: Memory) -> list[str]:
-    """The parts of the planned bytes, in MiB."""
+    """The parts of the planned bytes, in GiB."""
     state = memory.params + memory.optimizer + memory.grads
     parts = (state, memory.gathered, memory.activations + memory.logits)
-    return [f"{part / MIB:.1f}" for part in parts]
+    return [f"{part / GIB:.2f}" for part in parts]
 
 
 def rows() -> Iterator[str]:
     """The table, a line at a time."""
     for strategy in STRATEGIES:
         for remat in REMATS:
-            plan = plan_of(strategy, remat)
-            memory, compiled = planned(plan), compiled_bytes(plan)
-            sizes = (f"{compiled / MIB:.1f}", f"{memory.total_bytes / MIB:.1f}", f"{memory.total_bytes / compiled:.2f}")
+            config = config_of(strategy, remat)
+            memory, compiled = planned(config), compile_step(config, gpu_target(CLUSTER)).peak_bytes
+            total = used_bytes(memory)
+            sizes = (f"{compiled / GIB:.2f}", f"{total / GIB:.2f}", f"{total / compiled:.2f}")
             yield "| " + " | ".join((strategy, remat, *sizes, *planned_cells(memory))) + " |\n"
 
 
@@ -103,8 +84,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="write the table between its marks in this page")
     options = parser.parse_args()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    jax.config.update("jax_platforms", "cpu")
     sys.stdout.write(HEADER)
     lines = []
     for line in rows():

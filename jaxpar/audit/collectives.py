@@ -22,6 +22,9 @@ OPS = (
 
 _COMPUTE = ("fusion", "custom-call", "dot", "convolution", "while", "conditional", "call", "reduce", "scatter", "sort")
 
+_CALLED = ("calls", "body", "to_apply", "branch_computations")
+"""Attributes that name the computations of ``_COMPUTE`` instructions."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -43,6 +46,8 @@ class Collective:
     """Whether other work can run between its start and its end (GPU); False also for a start marked ``is_sync``."""
     compute_between: int
     """Compute instructions scheduled between its start and its end; 0 when it is not async."""
+    products_between: int
+    """Those of them that are, or hold, matrix products or custom kernels."""
     op_name: str
     """Where it comes from in JAX terms, e.g. ``jit(step)/jvp()/while/body/all_gather``."""
     source: str
@@ -105,6 +110,7 @@ class Collective:
             "trips": self.trips,
             "is_async": self.is_async,
             "compute_between": self.compute_between,
+            "products_between": self.products_between,
             "op_name": self.op_name,
             "source": self.source,
             "name": self.name,
@@ -131,6 +137,7 @@ def _collective(op: str, groups: DeviceGroups, site: Site, module: Module) -> Co
     if instruction.opcode.endswith("-start"):
         start = (site.computation, instruction)
     is_async = start is not None and not any(_is_sync(part) for part in (start[1], instruction))
+    between = _compute_between(*start) if is_async else ()
     return Collective(
         op=op,
         arrays=_results(instruction),
@@ -139,7 +146,8 @@ def _collective(op: str, groups: DeviceGroups, site: Site, module: Module) -> Co
         loops=site.loops,
         trips=site.trips,
         is_async=is_async,
-        compute_between=_compute_between(*start) if is_async else 0,
+        compute_between=len(between),
+        products_between=sum(_holds_product(module, other) for other in between),
         op_name=instruction.op_name,
         source=module.source_of(instruction),
         name=instruction.name,
@@ -167,16 +175,28 @@ def _is_sync(instruction: Instruction) -> bool:
     return re.search(r'"is_sync":\s*true', instruction.attributes) is not None
 
 
-def _compute_between(computation: Computation, start: Instruction) -> int:
-    """Number of compute instructions scheduled between an async start and the ``-done`` that takes it."""
+def _compute_between(computation: Computation, start: Instruction) -> tuple[Instruction, ...]:
+    """Compute instructions scheduled between an async start and the ``-done`` that takes it."""
     instructions = computation.instructions
     handles = {start.name}
-    count = 0
+    found = []
     for instruction in instructions[instructions.index(start) + 1 :]:
         if handles.intersection(instruction.operands):
             if instruction.opcode.endswith("-done"):
                 break
             if instruction.opcode.endswith("-update"):
                 handles.add(instruction.name)
-        count += instruction.opcode in _COMPUTE
-    return count
+        if instruction.opcode in _COMPUTE:
+            found.append(instruction)
+    return tuple(found)
+
+
+def _holds_product(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction is a matrix product or a custom kernel, or calls a computation that has one."""
+    if instruction.opcode in ("dot", "convolution", "custom-call"):
+        return True
+    return any(
+        _holds_product(module, inner)
+        for name in instruction.called(*_CALLED)
+        for inner in module.computations[name].instructions
+    )

@@ -55,7 +55,7 @@ def _print_training(console: Console, report: dict) -> None:
     console.print(
         f"{mesh_words(report['mesh'])}; {report['global_batch_size']} rows x {report['seq_len']} tokens in "
         f"{report['microbatches']} microbatches ({report['rows_per_device']} rows per device each), remat "
-        f"{report['remat']}, schedule {report['schedule']}, {report['precision']}",
+        f"{report['remat']}, schedule {report['schedule']}, sharding {report['strategy']}, {report['precision']}",
         soft_wrap=True,
     )
     console.print(

@@ -180,6 +180,10 @@ class PipelineConfig:
     """even: the same number on every stage, or an error. balanced: the first stages have one layer more. A list: the
     layers of each stage, with chunks those of chunk 0 on every stage, then of chunk 1, and so on. All stages take as
     long as the largest one. Checkpoints do not know it."""
+    gather: Literal["auto", "per_microbatch", "per_step"] = "auto"
+    """How often a stage gathers the weights that mesh.fsdp shards. per_microbatch: block by block. per_step: once, with
+    gradients whole until the end of the step, as mesh.fsdp_strategy = "optimizer" does. auto: per_step where that
+    leaves a tenth of the GPU's memory free, by the arithmetic of `jaxpar plan`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_SECTION)

@@ -22,7 +22,7 @@ from jaxpar.config.schema import (
     TrainConfig,
 )
 from jaxpar.plan.context import resolved_context_mode, sequence_shards
-from jaxpar.plan.experts import exchange_mode
+from jaxpar.plan.experts import exchange_mode, receive_bound
 from jaxpar.plan.facts import BATCH_AXES, EMBED_AXES, Facts
 from jaxpar.plan.parameters import padded_vocab_size
 
@@ -64,10 +64,11 @@ def shrink(facts: Facts, *, max_devices: int = MAX_DEVICES) -> Shrunk:
     model = _small_model(config, given, mesh)
     data = _small_data(config, mesh)
     train = _small_train(config, given, mesh, data.seq_len)
+    factor = _small_receive_factor(config, given, model, mesh, _local_tokens(train, data.seq_len, mesh))
     small = dataclasses.replace(
         config,
         model=model,
-        mesh=_small_mesh(config, given, mesh),
+        mesh=dataclasses.replace(_small_mesh(config, given, mesh), expert_receive_factor=factor),
         data=data,
         train=train,
         optim=_small_optim(config.optim),
@@ -103,7 +104,7 @@ def _scaled_down(mesh: Mapping[str, int], max_devices: int) -> dict[str, int]:
 
 def _small_mesh(config: Config, given: Mapping[str, int], mesh: Mapping[str, int]) -> MeshConfig:
     """The small axes, with the ways of attention and of exchange that ``auto`` means at the given sizes."""
-    small = dataclasses.replace(config.mesh, **mesh, expert_receive_factor=0.0)  # few tokens are spread unevenly
+    small = dataclasses.replace(config.mesh, **mesh)
     if given["context"] > 1:
         mode = resolved_context_mode(small.context_mode, config.data.seq_len / given["context"])
         small = dataclasses.replace(small, context_mode=mode)
@@ -111,6 +112,30 @@ def _small_mesh(config: Config, given: Mapping[str, int], mesh: Mapping[str, int
         mode = exchange_mode(small.expert_exchange, config.model.top_k, given["expert"])
         small = dataclasses.replace(small, expert_exchange=mode)
     return small
+
+
+def _local_tokens(train: TrainConfig, seq_len: int, mesh: Mapping[str, int]) -> int:
+    """Tokens of a microbatch that one device exchanges."""
+    rows = train.global_batch_size // (train.microbatches * math.prod(mesh[axis] for axis in BATCH_AXES))
+    return rows * seq_len // mesh["context"]
+
+
+def _small_receive_factor(
+    config: Config, given: Mapping[str, int], small: ModelConfig, mesh: Mapping[str, int], tokens: int
+) -> float:
+    """Room for all rows of the worst case but one, where the given factor is less than the worst case; else 0.
+
+    The bounded exchange then runs, and nothing is left out: so few tokens may be spread too unevenly for less room. A
+    model that sends every token to all experts needs the worst case.
+    """
+    factor, model = config.mesh.expert_receive_factor, config.model
+    if not factor or small.top_k == small.num_experts:
+        return 0.0
+    sizes = (tokens, model.top_k, model.num_experts, given["expert"])
+    if receive_bound(*sizes, factor) == receive_bound(*sizes, 0.0):
+        return 0.0
+    worst = receive_bound(tokens, small.top_k, small.num_experts, mesh["expert"], 0.0)
+    return (worst - 1.5) / (tokens * small.top_k)  # rounded up to whole rows
 
 
 def _few(per_shard: int) -> int:

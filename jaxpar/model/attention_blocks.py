@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-SCORE_BYTES = 512 * 2**20
-"""Largest float32 scores that exist at one time; longer blocks go through their queries in parts."""
+from jaxpar.plan.context import SCORE_BYTES
 
 NOTHING = -1e30
 """Log-sum of no scores at all: finite, so that differences of two are no NaN."""

@@ -323,14 +323,14 @@ class Decoder(nnx.Module):
         """All blocks of a stack in turn; ``keys_bs`` are split like the sequence."""
         graph, weights = nnx.split(blocks)
 
-        def layer(carry: tuple, inputs: tuple[nnx.State, jax.Array | None, jax.Array]) -> tuple[tuple, Routing]:
-            (x, info, keys_bs), (weights, present, number) = carry, inputs
+        # Closed over, not carried: what a scan carries is kept for the backward pass once per layer.
+        def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None, jax.Array]) -> tuple[jax.Array, Routing]:
+            weights, present, number = inputs
             keys = None if keys_bs is None else layer_keys(keys_bs, number)
             y, routing = nnx.merge(graph, weights)(x, info, keys)
-            return ((y if present is None else jnp.where(present, y, x)), info, keys_bs), routing
+            return (y if present is None else jnp.where(present, y, x)), routing
 
-        carry = (x_bsd, info, keys_bs)
-        (x_bsd, *_), routing = jax.lax.scan(self.numerics.remat.wrap(layer), carry, (weights, present_l, numbers_l))
+        x_bsd, routing = jax.lax.scan(self.numerics.remat.wrap(layer), x_bsd, (weights, present_l, numbers_l))
         return x_bsd, routing
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:

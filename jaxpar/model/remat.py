@@ -47,13 +47,12 @@ class Remat:
         return cls(mode=train.remat, save=train.remat_save if train.remat in ("selective", "offload") else ())
 
     def wrap(self, block: Callable) -> Callable:
-        """The body of a scan over blocks, ((x, ...), weights) -> ((x, ...), y), as it is to be differentiated."""
+        """The body of a scan over blocks, (x, weights) -> (x, y), as it is to be differentiated."""
         if self.mode == "none":
             return block
 
-        def named(carry: tuple, weights: object) -> tuple:
-            x, *rest = carry
-            return block((checkpoint_name(x, BLOCK_INPUT), *rest), weights)
+        def named(x: jax.Array, weights: object) -> tuple:
+            return block(checkpoint_name(x, BLOCK_INPUT), weights)
 
         # A scan body cannot be merged with its recomputation, so the barrier against that is not needed.
         return jax.checkpoint(named, policy=self._policy(), prevent_cse=False)

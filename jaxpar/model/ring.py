@@ -64,7 +64,7 @@ def context_attention(way: ContextWay, q: jax.Array, k: jax.Array, v: jax.Array,
 
 def _forward(way, q, k, v, segment_ids):
     """The result, and what the backward pass keeps."""
-    row = _Row(segment_ids, q.shape[1])
+    q, row = _rows_of(q, segment_ids)
     own = attend_block(q, k, v, row.own_segments, row.own_segments, causal=True)
     so_far = Partial(*(_halves(a) for a in own))
     queries = _halves(q)
@@ -125,6 +125,16 @@ class _Row:
         return (self.member - turn) % self.members
 
 
+def _rows_of(q: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, _Row]:
+    """The queries again, and the row's documents.
+
+    Masks do not depend on the layer. The barrier keeps the compiler from forming those of all blocks ahead of the loop
+    over layers, where they would take memory that grows with the square of the row.
+    """
+    q, segment_ids = lax.optimization_barrier((q, segment_ids))
+    return q, _Row(segment_ids, q.shape[1])
+
+
 def _pass_on(x: jax.Array) -> jax.Array:
     """Every member's array goes to the next member."""
     members = lax.axis_size(CONTEXT_AXIS)
@@ -176,7 +186,7 @@ def _absorb(so_far: Partial, queries: jax.Array, kv: jax.Array, row: _Row, turn:
 
 def _backward(way, kept, grad_out):
     q, k, v, segment_ids, out, log_sum = kept
-    row = _Row(segment_ids, q.shape[1])
+    q, row = _rows_of(q, segment_ids)
     correction = jnp.sum(grad_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
     of_queries = (log_sum, grad_out, correction)
     own = attend_block_backward(q, k, v, row.own_segments, row.own_segments, *of_queries, causal=True)

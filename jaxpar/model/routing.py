@@ -1,6 +1,7 @@
-"""Which experts a token goes to, with which weights, and how evenly: all local to a device's rows.
+"""Which experts a token goes to, with which weights, and how evenly: all local to a device's rows, but for the capacity
+of rows that the context axis splits.
 
-Shapes: B rows, S sequence, T tokens, D embed, E experts, k experts per token.
+Shapes: B rows, S sequence (what of it is on the device), D embed, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.collectives import current_mesh
 from jaxpar.config.schema import ModelConfig
+from jaxpar.model.zigzag import from_zigzag, to_zigzag
+from jaxpar.sharding import CONTEXT_AXIS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ def choose(
     wanted = jnp.where(valid_bs[..., None], experts, num_experts)
     experts = wanted
     if model.capacity_factor:
-        experts = _limit_capacity(wanted, num_experts, capacity(model, wanted.shape[1]))
+        experts = _limit_capacity(wanted, num_experts, capacity(model, wanted.shape[1] * _num_members()))
     weights = jnp.where(experts < num_experts, weights, 0)
     return Choices(experts=experts, weights=weights, shares=shares, logits=logits, wanted=wanted)
 
@@ -83,17 +87,45 @@ def capacity(model: ModelConfig, seq_len: int) -> int:
     return max(1, math.ceil(model.capacity_factor * model.top_k * seq_len / model.num_experts))
 
 
+def _num_members() -> int:
+    """Devices that share a row."""
+    return current_mesh().shape.get(CONTEXT_AXIS, 1)
+
+
 def _limit_capacity(wanted: jax.Array, num_experts: int, limit: int) -> jax.Array:
     """Choices beyond each expert's capacity in a row become E: first choices before second ones, early tokens first.
 
-    The limit is per row, so that who is left out does not depend on the mesh.
+    The limit is per row, so that who is left out does not depend on the mesh. A context member holds two chunks of the
+    row (``jaxpar.model.zigzag``).
     """
     rows, length, top_k = wanted.shape
-    by_choice = wanted.swapaxes(1, 2).reshape(rows, top_k * length)
+    num_chunks = 1 if _num_members() == 1 else 2
+    by_choice = wanted.reshape(rows, num_chunks, length // num_chunks, top_k).swapaxes(2, 3)
     is_mine = by_choice[..., None] == jnp.arange(num_experts)
-    place = (jnp.cumsum(is_mine, 1) * is_mine).sum(-1)
+    before = _counted_before(is_mine.sum(3))
+    place = ((jnp.cumsum(is_mine, 3) + before[:, :, :, None]) * is_mine).sum(-1)
     kept = jnp.where(place <= limit, by_choice, num_experts)
-    return kept.reshape(rows, top_k, length).swapaxes(1, 2)
+    return kept.swapaxes(2, 3).reshape(wanted.shape)
+
+
+def _counted_before(counts: jax.Array) -> jax.Array:
+    """Of each expert and row, choices that come before those of a chunk: earlier choices of all chunks, and the same
+    choice in earlier chunks.
+
+    Args:
+        counts: int32 [B, chunks, k, E] of this device's chunks; with a context axis an early and a late one, and the
+            members exchange theirs.
+    """
+    num_members, (rows, num_chunks, top_k, num_experts) = _num_members(), counts.shape
+    everyones = counts
+    if num_members > 1:
+        everyones = from_zigzag(lax.all_gather(counts, CONTEXT_AXIS, axis=1, tiled=True), num_members)
+    by_choice = everyones.swapaxes(1, 2).reshape(rows, -1, num_experts)
+    before = (jnp.cumsum(by_choice, 1) - by_choice).reshape(rows, top_k, -1, num_experts).swapaxes(1, 2)
+    if num_members == 1:
+        return before
+    first = lax.axis_index(CONTEXT_AXIS) * num_chunks
+    return lax.dynamic_slice_in_dim(to_zigzag(before, num_members), first, num_chunks, 1)
 
 
 def count_by_row(experts_bsk: jax.Array, num_experts: int) -> jax.Array:

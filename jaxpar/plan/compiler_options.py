@@ -29,13 +29,20 @@ With a data axis (hybrid sharding) the compiler's own choice is best: it hides t
 all-reduces over data.
 """
 
+WITH_CONTEXT: Mapping[str, Option] = {
+    # In the ring's backward pass keys and gradients travel at once; by default the second permute waits for the first.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
+"""Besides, on any mesh with a context axis."""
+
 
 def table_options(mesh: Mapping[str, int], platform: str) -> dict[str, Option]:
     """The table's options for a mesh; on the CPU there are none."""
-    is_gathered = any(mesh[axis] > 1 for axis in ("fsdp", "expert", "context"))
-    if platform == "cpu" or not is_gathered or mesh["data"] > 1:
+    if platform == "cpu":
         return {}
-    return dict(WITH_TENSOR if mesh["tensor"] > 1 else PLAIN)
+    is_gathered = any(mesh[axis] > 1 for axis in ("fsdp", "expert", "context"))
+    gathers = WITH_TENSOR if mesh["tensor"] > 1 else PLAIN
+    return {**(gathers if is_gathered and mesh["data"] == 1 else {}), **(WITH_CONTEXT if mesh["context"] > 1 else {})}
 
 
 def asked_options(config: Config) -> dict[str, Option | None]:

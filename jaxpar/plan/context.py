@@ -13,6 +13,9 @@ H100 that reaches 600 TFLOP/s hides a link of 150 GB/s, a third of its NVLink. S
 gathered rows are small.
 """
 
+SCORE_BYTES = 512 * 2**20
+"""Largest float32 scores that exist at one time; longer blocks go through their queries in parts."""
+
 
 def resolved_context_mode(mode: str, tokens_per_device: float) -> str:
     """``ring`` or ``allgather``: what ``mesh.context_mode`` means for parts of this many tokens of a row."""

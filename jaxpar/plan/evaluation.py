@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxpar.plan.catalogue import find_gpu
 from jaxpar.plan.efficiency import CONSTANTS, Constants
 from jaxpar.plan.facts import Facts
-from jaxpar.plan.layout import Layout, Precision, layout_of
-from jaxpar.plan.memory import FLOAT32_STATE, Memory, StateBytes, training_memory
+from jaxpar.plan.layout import Layout, Precision, Strategy, layout_of
+from jaxpar.plan.memory import FLOAT32_STATE, GIB, Memory, StateBytes, training_memory
 from jaxpar.plan.optimizer_memory import state_bytes
-from jaxpar.plan.shape import ModelShape
+from jaxpar.plan.shape import ModelShape, shape_of
 from jaxpar.plan.time import StepTime, step_time, tokens_per_s_per_device, utilisation
-from jaxpar.plan.topology import Cluster
+from jaxpar.plan.topology import Cluster, make_cluster
 
 SAFE_MARGIN = 0.1
 """Share of the device within which "fits" and "does not fit" are not certain: published runs near the limit are called
@@ -30,6 +31,8 @@ class Task:
     state: StateBytes = FLOAT32_STATE
     memory_fraction: float = 0.92
     loss_chunk_tokens: int = 0
+    receive_factor: float = 0.0
+    """``mesh.expert_receive_factor`` of layouts that are tried."""
     constants: Constants = CONSTANTS
 
 
@@ -61,6 +64,57 @@ def trains_today(layout: Layout) -> bool:
     return layout.pipeline == 1 or (layout.expert == 1 and not (layout.context > 1 and has_whole_weights))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherChoice:
+    """How often the stages of a pipeline gather their weights."""
+
+    strategy: Strategy
+    """Of the layout, with once per step as what it is: ``optimizer``."""
+    reason: str | None
+    """For the log: what was chosen, and why. None without stages, or with nothing to gather."""
+
+
+def choose_gather(gather: str, layout: Layout, task: Task | None) -> GatherChoice:
+    """What ``pipeline.gather`` means for a layout.
+
+    Args:
+        gather: ``auto``, ``per_microbatch`` or ``per_step``.
+        layout: With the strategy of its config.
+        task: What says whether it fits; None if the GPU is not known.
+    """
+    if layout.pipeline == 1 or layout.strategy == "none":
+        return GatherChoice(strategy=layout.strategy, reason=None)
+    if layout.strategy != "full":
+        reason = f"stages gather weights once per step (mesh.fsdp_strategy = {layout.strategy})"
+        return GatherChoice(strategy=layout.strategy, reason=reason)
+    because = "pipeline.gather"
+    if gather == "auto":
+        gather, because = _gather_that_fits(layout, task)
+    strategy, often = ("optimizer", "step") if gather == "per_step" else ("full", "microbatch")
+    return GatherChoice(strategy=strategy, reason=f"stages gather weights once per {often} ({because})")
+
+
+def _gather_that_fits(layout: Layout, task: Task | None) -> tuple[str, str]:
+    """What ``auto`` is, and why."""
+    if layout.context > 1 or layout.expert > 1:
+        return "per_microbatch", "auto: once per step goes with neither a context nor an expert axis"
+    if task is None:
+        return "per_microbatch", "auto: the memory of these devices is not known"
+    memory = memory_of(task, dataclasses.replace(layout, strategy="optimizer"))
+    taken = f"{memory.total_bytes / GIB:.1f} of {memory.device_bytes / GIB:.1f} GiB"
+    if memory.free_bytes >= SAFE_MARGIN * memory.device_bytes:
+        return "per_step", f"auto: {taken} in all"
+    return "per_microbatch", f"auto: once per step would take {taken}, and {SAFE_MARGIN:.0%} are to stay free"
+
+
+def gather_on(facts: Facts, device_kind: str) -> GatherChoice:
+    """``choose_gather`` of a legal config on devices that run, ``jax.Device.device_kind``."""
+    layout, gpu = layout_of(facts), find_gpu(device_kind)
+    cluster = gpu and make_cluster(gpu, num_devices=layout.num_devices)
+    task = cluster and task_of(facts, shape_of(facts.model), cluster)
+    return choose_gather(facts.config.pipeline.gather, layout, task)
+
+
 def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
     """The task of a config."""
     config = facts.config
@@ -73,6 +127,7 @@ def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
         state=state_bytes(config),
         memory_fraction=config.runtime.memory_fraction,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
+        receive_factor=config.mesh.expert_receive_factor,
     )
 
 
@@ -102,5 +157,6 @@ def evaluate(task: Task, layout: Layout, memory: Memory | None = None) -> Evalua
 
 def evaluate_config(facts: Facts, shape: ModelShape, cluster: Cluster) -> tuple[Task, Evaluation]:
     """The task of a config whose layout is legal, and its own layout evaluated."""
-    task = task_of(facts, shape, cluster)
-    return task, evaluate(task, layout_of(facts))
+    task, layout = task_of(facts, shape, cluster), layout_of(facts)
+    strategy = choose_gather(facts.config.pipeline.gather, layout, task).strategy
+    return task, evaluate(task, dataclasses.replace(layout, strategy=strategy))

@@ -94,6 +94,8 @@ class Layout:
     """Kernel written for the GPU's generation (cuDNN, tokamax), or one that runs on any (FlashAttention-2)."""
     is_head_spread: bool = True
     """The vocabulary is spread over pipeline x tensor; else the last stage computes the head alone."""
+    receive_factor: float = 0.0
+    """``mesh.expert_receive_factor``: room for exchanged rows over an even load; 0: for the worst case."""
     experts_over_tensor: bool = True
     """The tensor axis splits each expert's width; else it splits the tokens of the experts."""
 
@@ -111,6 +113,16 @@ class Layout:
     def tokens(self) -> float:
         """Tokens of one microbatch on one device; between blocks the tensor axis splits them further."""
         return self.rows * self.seq_len / self.context
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of an activation, or of a gathered weight."""
+        return 4 if self.precision == "float32" else 2
+
+    @property
+    def vocab_shards(self) -> int:
+        """Devices that the vocabulary is spread over."""
+        return self.tensor * (self.pipeline if self.is_head_spread else 1)
 
     @property
     def global_batch_size(self) -> int:
@@ -141,6 +153,14 @@ class Layout:
         }
 
 
+def strategy_overrides(layout: Layout) -> list[str]:
+    """Config overrides that give a layout its strategy."""
+    if layout.strategy in ("optimizer", "grads"):
+        return [f"mesh.fsdp_strategy={layout.strategy}"]
+    # Stages would otherwise gather once per step where that fits.
+    return ["pipeline.gather=per_microbatch"] if layout.strategy == "full" and layout.pipeline > 1 else []
+
+
 def mesh_layout(
     mesh: Mapping[str, int],
     *,
@@ -155,6 +175,7 @@ def mesh_layout(
     precision: Precision = "bfloat16",
     remat_save: tuple[str, ...] = DEFAULT_SAVE,
     context_mode: str = "auto",
+    receive_factor: float = 0.0,
 ) -> Layout:
     """The layout of a mesh; the batch divides by it."""
     is_staged = mesh["pipeline"] > 1
@@ -180,6 +201,7 @@ def mesh_layout(
         weight_gathers=STAGE_GATHERS if is_staged else Layout.weight_gathers,
         precision=precision,
         remat_save=remat_save,
+        receive_factor=receive_factor,
     )
 
 
@@ -199,6 +221,7 @@ def layout_of(facts: Facts) -> Layout:
         precision=config.precision.compute,
         remat_save=config.train.remat_save,
         context_mode=config.mesh.context_mode,
+        receive_factor=config.mesh.expert_receive_factor,
     )
 
 

@@ -2,9 +2,8 @@
 
 State: sharded as in the ZeRO paper (arXiv 1910.02054, section 5), with what its lower stages keep whole in the compute
 type only: master parameters are sharded by every strategy. Activations: kept per block by remat policy, times
-what the schedule holds in flight. On top comes the larger of two moments: one block's backward pass, or the head's.
-The formula was checked against the peak that the CUDA compiler reports for the 8B model on 8 and 64 devices, within 3%
-under full, selective and dots remat. It assumes fused attention: no [S, S] scores exist.
+what the schedule holds in flight. On top comes what the fullest of three moments needs (``jaxpar.plan.moments``). The
+CUDA compiler's peak is within 5% (``tests/h100``). Assumes fused attention: no [S, S] scores exist.
 """
 
 from __future__ import annotations
@@ -14,16 +13,13 @@ import math
 from typing import Literal
 
 from jaxpar.plan.layout import SAVED_WORK, Layout, Strategy
+from jaxpar.plan.moments import Gradients, block_moment, head_moment, last_moment, received_rows
 from jaxpar.plan.shape import ModelShape
 
 GIB = 2**30
 
 CHUNK_LOGITS_BYTES = 512 * 2**20
 """Float32 logits that exist at one time on a device when ``train.loss_chunk_tokens`` is 0."""
-
-LIVE_BLOCKS = 4
-"""Copies of one block's matrices in the compute type at its backward pass: its own and the next block's gathered
-weights, and the gradients of two blocks before and after their reduce-scatter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,12 +52,13 @@ class Memory:
     params: float
     """Master parameters."""
     grads: float
+    """That exist at the peak, as the optimizer gets them: the sum over microbatches, and a microbatch's own."""
     optimizer: float
     activations: float
     """Kept for the backward pass, and one block's intermediates."""
     logits: float
     gathered: float
-    """Weights gathered for use, and their gradients before they are scattered."""
+    """Weights gathered for use, those laid out anew for it, and gradients before they are scattered."""
     buffers: float
     """What collectives of the tensor, context, expert and pipeline axes send and receive."""
     reserve: float
@@ -69,7 +66,7 @@ class Memory:
     device_bytes: float
     """Memory of the device."""
     moment: str
-    """When the peak is reached: "a block's backward pass" or "the head"."""
+    """When the peak is reached: "a block's backward pass", "the head" or "the end of the backward pass"."""
     whole_logits: float
     """Not part of the total: float32 logits of a microbatch if they were not computed in chunks."""
 
@@ -131,14 +128,13 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
     full D; selective and offload D and what ``remat_save`` names, by default 2 D + 2 Q + 2 K; dots D + 2 Q + 2 K + 2 F;
     none 12 D + 2 Q + 2 K + 5 F. Attention that is kept is kept with its float32 log-sums.
     Routed experts' activations have no names. The D before and after a block is split by the tensor axis like
-    everything else.
+    everything else but the rows of experts, of which there are as many as a device makes room for, with two D and six F
+    each.
     """
-    value = 4 if layout.precision == "float32" else 2
+    value = layout.value_bytes
     embed, heads, keys = shape.embed_dim, shape.heads_width, shape.kv_width
-    mlp = _mlp_values(shape)
-    # The router's copies of each token, one per chosen expert, in and out.
-    routed = 2 * shape.top_k * embed * shape.moe_layers / shape.num_layers
     moe = shape.moe_layers / shape.num_layers
+    rows = received_rows(shape, layout) / layout.tokens * moe
     named_mlp = (1 - moe) * shape.mlp_dim + moe * shape.num_shared_experts * shape.expert_mlp_dim
     named = {
         "query": heads,
@@ -154,33 +150,18 @@ def kept_per_token(shape: ModelShape, layout: Layout) -> float:
         "full": embed,
         "selective": selective,
         "offload": selective,
-        "dots": embed + 2 * heads + 2 * keys + 2 * mlp + routed,
-        "none": 12 * embed + 2 * heads + 2 * keys + 5 * mlp + routed,
+        "dots": embed + 2 * heads + 2 * keys + 2 * named_mlp + 2 * rows * shape.expert_mlp_dim,
+        "none": 12 * embed + 2 * heads + 2 * keys + 5 * named_mlp + 6 * rows * shape.expert_mlp_dim,
     }[layout.remat]
+    whole = 2 * rows * embed if layout.remat in ("dots", "none") else 0.0
     has_log_sums = layout.remat == "none" or (layout.remat == "selective" and "attention" in layout.remat_save)
     log_sums = 4 * shape.num_heads if has_log_sums else 0
-    return (value * values + log_sums) / layout.tensor
-
-
-def _mlp_values(shape: ModelShape) -> float:
-    """Hidden MLP values per token and block, averaged over dense blocks and blocks with experts."""
-    moe = shape.moe_layers / shape.num_layers
-    chosen = shape.expert_mlp_dim * (shape.top_k + shape.num_shared_experts)
-    return (1 - moe) * shape.mlp_dim + moe * chosen
-
-
-def _block_params(shape: ModelShape, layout: Layout) -> float:
-    """Matrix elements of the largest block on one device, gathered over the data axes."""
-    mlp = shape.mlp_matrices * shape.embed_dim * shape.mlp_dim if shape.dense_layers else 0
-    experts = 0.0
-    if shape.num_experts:
-        experts = (shape.num_experts / layout.expert + shape.num_shared_experts) * shape.expert_params
-    return (shape.attention_params + max(mlp, experts)) / layout.tensor
+    return (value * values + log_sums) / layout.tensor + value * whole
 
 
 def _buffers(shape: ModelShape, layout: Layout) -> float:
     """Send and receive buffers: the next stage's input, the ring's next block, the exchange, the gathered sequence."""
-    value = 4 if layout.precision == "float32" else 2
+    value = layout.value_bytes
     tokens, tensor = layout.tokens, layout.tensor
     hidden = value * tokens * shape.embed_dim
     total = 2 * hidden / tensor if layout.pipeline > 1 else 0.0
@@ -190,7 +171,7 @@ def _buffers(shape: ModelShape, layout: Layout) -> float:
         # Gathered keys and values, and everyone's gradients of them in float32.
         total += (value + 4) * tokens * layout.context * 2 * shape.kv_width / tensor
     if layout.expert > 1:
-        total += 2 * shape.top_k * hidden / tensor
+        total += 2 * value * received_rows(shape, layout) * shape.embed_dim
     if tensor > 1:
         total += hidden
     return total
@@ -211,30 +192,29 @@ def _table_params(shape: ModelShape) -> int:
 
 def _state(
     shape: ModelShape, layout: Layout, dense: float, experts: float, per_param: StateBytes
-) -> tuple[float, float, float]:
-    """(params, grads, optimizer) bytes of a device; params are the masters, which every strategy shards."""
-    # Each pipeline stage holds its own blocks' vectors; every other axis replicates them.
-    vectors = shape.vector_params / layout.pipeline
-    params, grads, optimizer = state_memory(vectors, 1, "none", per_param.of("vectors"))
+) -> tuple[float, float, Gradients]:
+    """(params, optimizer) bytes and the gradients of a device; params are the masters, which every strategy shards."""
+    shards = 1 if layout.strategy == "none" else layout.weight_shards
     tables = _table_params(shape) / (layout.tensor * layout.pipeline)
-    strategy = "none" if layout.strategy == "none" else "full"
-    for matrices, shards, state in (
-        (dense - tables, layout.weight_shards, per_param),
-        (tables, layout.weight_shards, per_param.of("tables")),
-        (experts, max(1, layout.weight_shards // layout.expert), per_param),
-    ):
-        held = state_memory(matrices, shards, strategy, state)
-        params += held[0]
-        grads += _whole_gradients(matrices, layout, state) if layout.strategy == "optimizer" else held[1]
-        optimizer += held[2]
-    return params, grads, optimizer
-
-
-def _whole_gradients(matrices: float, layout: Layout, per_param: StateBytes) -> float:
-    """A microbatch's gradients in the compute type (in a pipeline those of one chunk), and the sum of several."""
-    value = 4 if layout.precision == "float32" else 2
-    has_sum = layout.microbatches > 1 or layout.pipeline > 1
-    return matrices * (value / layout.chunks + (per_param.grads if has_sum else 0))
+    parts = (
+        # Each pipeline stage holds its own blocks' vectors; every other axis replicates them.
+        (shape.vector_params / layout.pipeline, 1, per_param.of("vectors"), "blocks"),
+        (dense - tables, shards, per_param, "blocks"),
+        (experts, max(1, shards // layout.expert), per_param, "blocks"),
+        (tables, shards, per_param.of("tables"), "tables"),
+    )
+    params = optimizer = 0.0
+    grads = {"summed": 0.0, "blocks": 0.0, "tables": 0.0}
+    for count, split, state, part in parts:
+        params += count * state.params / split
+        optimizer += count * state.optimizer / split
+        # ZeRO-1 has gradients whole, in the compute type, and their float32 sum too. Else a stage's are of one chunk.
+        is_whole = layout.strategy == "optimizer" and split > 1
+        chunks = layout.chunks if part == "blocks" else 1
+        grads[part] += count * (layout.value_bytes if is_whole else state.grads / split / chunks)
+        if layout.microbatches > 1 or layout.pipeline > 1:
+            grads["summed"] += count * state.grads / (1 if is_whole else split)
+    return params, optimizer, Gradients(**grads)
 
 
 def _kept_activations(shape: ModelShape, layout: Layout) -> float:
@@ -242,11 +222,11 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
     blocks = layout.stage_layers(shape.num_layers)
     kept = layout.tokens * kept_per_token(shape, layout)
     if layout.remat == "offload":
-        # On the host but for the block at work and the one on its way.
-        blocks = min(blocks, 2)
+        # On the host but for the block on its way.
+        blocks = min(blocks, 1)
     if layout.pipeline == 1:
         return blocks * kept
-    value = 4 if layout.precision == "float32" else 2
+    value = layout.value_bytes
     stage_input = layout.tokens * shape.embed_dim * value / layout.tensor
     # A chunk that goes back keeps all that has a name, whatever waits between the stages.
     at_work = dataclasses.replace(layout, remat="selective", remat_save=tuple(SAVED_WORK))
@@ -254,26 +234,9 @@ def _kept_activations(shape: ModelShape, layout: Layout) -> float:
     return buffer_slots(layout) * stage_input + blocks / layout.chunks * kept
 
 
-def _chunk_copies(shape: ModelShape, layout: Layout, per_param: StateBytes) -> float:
-    """What a stage holds of its blocks' matrices besides the state, sharded as they are.
-
-    The float32 gradients of the chunk that goes back, before they are added to the sum (``_whole_gradients`` has those
-    of ``optimizer``); and, where layers run on other stages than those that keep them, the layers that it runs.
-    """
-    if layout.pipeline == 1:
-        return 0.0
-    layers_share = layout.stage_layers(shape.num_layers) / shape.num_layers / layout.tensor
-    dense = shape.block_params * layers_share / layout.weight_shards
-    experts = shape.routed_params * layers_share / layout.expert / max(1, layout.weight_shards // layout.expert)
-    grads = 0.0 if layout.strategy == "optimizer" else 4 / layout.chunks
-    moved = per_param.params if layout.chunks > 1 or layout.places else 0.0
-    return (dense + experts) * (grads + moved)
-
-
 def chunk_tokens(shape: ModelShape, layout: Layout, loss_chunk_tokens: int) -> float:
     """Tokens whose logits exist at one time on a device."""
-    shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
-    default = max(1, CHUNK_LOGITS_BYTES * shards // (4 * shape.padded_vocab_size))
+    default = max(1, CHUNK_LOGITS_BYTES * layout.vocab_shards // (4 * shape.padded_vocab_size))
     return min(layout.tokens, loss_chunk_tokens or default)
 
 
@@ -296,34 +259,28 @@ def training_memory(
         memory_fraction: ``runtime.memory_fraction``.
         loss_chunk_tokens: ``train.loss_chunk_tokens``.
     """
-    value = 4 if layout.precision == "float32" else 2
     dense, experts = _matrices(shape, layout)
-    params, grads, optimizer = _state(shape, layout, dense, experts, state)
-    activations = _kept_activations(shape, layout)
-    has_scatters = layout.strategy in ("full", "grads") and layout.weight_shards > 1
-    whole_copy = (dense + experts) * value if layout.strategy in ("optimizer", "grads") else 0.0
-    vocab_shards = layout.tensor * (layout.pipeline if layout.is_head_spread else 1)
-    table = shape.padded_vocab_size * shape.embed_dim * value / vocab_shards
-    # Without reduce-scatters by block: one block's matrices cast or sliced out, and their gradients. In a stage: those
-    # of this block and the next, while the gradients are the chunk's.
-    copies = LIVE_BLOCKS if has_scatters and layout.pipeline == 1 else 2
-    live = copies * value * _block_params(shape, layout) + _chunk_copies(shape, layout, state)
-    moe = shape.num_experts > 0
-    width = 10 * _mlp_values(shape) + 12 * shape.embed_dim * (1 + (shape.top_k if moe else 0) / 4)
-    intermediates = layout.tokens * width * value / 2 / layout.tensor
-    logits = 6 * chunk_tokens(shape, layout, loss_chunk_tokens) * shape.padded_vocab_size / vocab_shards
-    at_block, at_head = live + intermediates + table, table + logits
-    is_block = at_block >= at_head
+    params, optimizer, grads = _state(shape, layout, dense, experts, state)
+    kept = _kept_activations(shape, layout)
+    chunk = chunk_tokens(shape, layout, loss_chunk_tokens)
+    peak = max(
+        block_moment(shape, layout, grads, kept),
+        # What is offloaded is all on the host then.
+        head_moment(shape, layout, grads, 0.0 if layout.remat == "offload" else kept, chunk),
+        last_moment(shape, layout, grads),
+        key=lambda moment: moment.total_bytes,
+    )
+    whole_copy = (dense + experts) * layout.value_bytes if layout.strategy in ("optimizer", "grads") else 0.0
     return Memory(
         params=params,
-        grads=grads,
+        grads=peak.grads,
         optimizer=optimizer,
-        activations=activations + (intermediates if is_block else 0.0),
-        logits=0.0 if is_block else logits,
-        gathered=whole_copy + (live + table if is_block else table),
+        activations=peak.activations,
+        logits=peak.logits,
+        gathered=whole_copy + peak.gathered,
         buffers=_buffers(shape, layout),
         reserve=(1 - memory_fraction) * device_bytes,
         device_bytes=device_bytes,
-        moment="a block's backward pass" if is_block else "the head",
-        whole_logits=4 * layout.tokens * shape.padded_vocab_size / vocab_shards,
+        moment=peak.name,
+        whole_logits=4 * layout.tokens * shape.padded_vocab_size / layout.vocab_shards,
     )

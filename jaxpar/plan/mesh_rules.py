@@ -114,6 +114,25 @@ def strategy_shards_something(facts: Facts) -> Iterator[Problem]:
     )
 
 
+def stages_gather_something(facts: Facts) -> Iterator[Problem]:
+    """How often stages gather weights is asked where there are both, and answered once."""
+    gather, strategy = facts.config.pipeline.gather, facts.config.mesh.fsdp_strategy
+    if gather == "auto" or facts.axes_product(("pipeline", *WEIGHT_AXES)) is None:
+        return
+    if facts.mesh["pipeline"] == 1:
+        message = "says how often stages gather their weights, and there is one stage (mesh.pipeline = 1)"
+        remedy = 'leave it out; without stages mesh.fsdp_strategy="optimizer" gathers once per step'
+    elif facts.axes_product(WEIGHT_AXES) == 1:
+        message = f"nothing is gathered: the axes {', '.join(WEIGHT_AXES)} all have size 1"
+        remedy = "leave it out, or set mesh.fsdp above 1"
+    elif gather == "per_microbatch" and strategy != "full":
+        message = f"mesh.fsdp_strategy = {strategy!r} gathers weights once per step"
+        remedy = 'leave it out, or set mesh.fsdp_strategy="full"'
+    else:
+        return
+    yield Problem(key="pipeline.gather", value=gather, message=message, remedy=remedy)
+
+
 def _rest_axes(facts: Facts) -> list[str]:
     return [axis for axis in AXES if getattr(facts.config.mesh, axis) == -1]
 

@@ -17,7 +17,7 @@ from jaxpar.plan.variations import Variation
 
 ASSUMPTIONS = (
     "fused attention (no [S, S] scores in memory)",
-    "weights gathered block by block, the head's logits in chunks",
+    "weights gathered block by block (once per step where the strategy is optimizer or grads), logits in chunks",
     "time from constants fitted to published runs of other trainers (docs/plan-accuracy.md), not measured on this one",
 )
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxpar.plan.evaluation import SAFE_MARGIN, Evaluation, Task, evaluate, memory_of, trains_today
-from jaxpar.plan.layout import Layout, Strategy, mesh_layout
+from jaxpar.plan.layout import Layout, Strategy, mesh_layout, strategy_overrides
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
 from jaxpar.plan.memory import GIB, Memory
 
@@ -155,6 +155,7 @@ def _fitting(task: Task, mesh: dict[str, int], **settings: object) -> Iterator[t
             seq_len=task.seq_len,
             microbatches=microbatches,
             precision=task.precision,
+            receive_factor=task.receive_factor,
             **settings,
         )
         memory = memory_of(task, layout)
@@ -203,8 +204,7 @@ def layout_overrides(layout: Layout) -> str:
     """The config overrides of a layout."""
     settings = [f"mesh.{axis}={size}" for axis, size in layout.mesh.items()]
     settings += [f"train.microbatches={layout.microbatches}", f"train.remat={layout.remat}"]
-    if layout.strategy in ("optimizer", "grads"):
-        settings.append(f"mesh.fsdp_strategy={layout.strategy}")
+    settings += strategy_overrides(layout)
     if layout.pipeline > 1:
         settings += [f"pipeline.schedule={layout.schedule}", f"pipeline.chunks={layout.chunks}"]
     return " ".join(settings)
@@ -332,5 +332,6 @@ def _smallest(task: Task, mesh: dict[str, int]) -> Evaluation | None:
         microbatches=rows,
         remat="full",
         precision=task.precision,
+        receive_factor=task.receive_factor,
     )
     return evaluate(task, layout)

@@ -27,24 +27,16 @@ def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
 
 def strategy_over_other_axes(facts: Facts) -> Iterator[Problem]:
     """Stages with whole weights compute on rows alone: what splits weights must split nothing but rows."""
-    strategy = facts.config.mesh.fsdp_strategy
+    config = facts.config
+    asked = (
+        ("mesh.fsdp_strategy", config.mesh.fsdp_strategy, config.mesh.fsdp_strategy != "full", "full"),
+        ("pipeline.gather", config.pipeline.gather, config.pipeline.gather == "per_step", "per_microbatch"),
+    )
     others = {axis: facts.mesh.get(axis, 1) for axis in ("context", "expert") if facts.mesh.get(axis, 1) > 1}
-    if facts.mesh.get("pipeline", 1) > 1 and others and strategy != "full":
-        named = " and ".join(f"mesh.{axis} = {size}" for axis, size in others.items())
-        yield Problem(
-            key="mesh.fsdp_strategy",
-            value=strategy,
-            message=f"in a pipeline together with {named}: not yet",
-            remedy='set mesh.fsdp_strategy="full"',
-        )
-
-
-def capacity_over_context(facts: Facts) -> Iterator[Problem]:
-    """A capacity per row, where a row lies on several devices."""
-    if facts.model.capacity_factor and facts.mesh.get("context", 1) > 1:
-        yield Problem(
-            key="model.capacity_factor",
-            value=facts.model.capacity_factor,
-            message="counts the tokens of a row, which the context axis splits: not yet",
-            remedy="model.capacity_factor=0 (nothing is dropped), or mesh.context=1",
-        )
+    if facts.mesh.get("pipeline", 1) == 1 or not others:
+        return
+    named = " and ".join(f"mesh.{axis} = {size}" for axis, size in others.items())
+    for key, value, is_refused, working in asked:
+        if is_refused:
+            message = f"whole weights in a pipeline together with {named}: not yet"
+            yield Problem(key=key, value=value, message=message, remedy=f'set {key}="{working}"')

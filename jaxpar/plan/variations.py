@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxpar.plan.evaluation import Evaluation, Task, evaluate
-from jaxpar.plan.layout import Layout, mesh_layout
+from jaxpar.plan.layout import Layout, mesh_layout, strategy_overrides
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
+
+RECEIVE_FACTOR = 1.5
+"""Room for exchanged rows that a mixture of experts with balanced load does with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ def with_changes(task: Task, layout: Layout, mesh: Mapping[str, int] | None = No
         "strategy": "full" if layout.strategy == "none" else layout.strategy,
         "schedule": layout.schedule,
         "chunks": layout.chunks if mesh["pipeline"] > 1 else 1,
+        "receive_factor": layout.receive_factor,
         "context_mode": layout.context_mode if mesh["context"] == layout.context else "auto",
         **changes,
     }
@@ -74,9 +78,16 @@ def _changes(task: Task, layout: Layout) -> Iterator[tuple[str, str, Layout | No
     if m % 2 == 0:
         fewer = m // 2
         yield f"{fewer} microbatches", f"train.microbatches={fewer}", with_changes(task, layout, microbatches=fewer)
+    if layout.expert > 1 and not layout.receive_factor:
+        name = f"room for {RECEIVE_FACTOR} times the rows of an even load"
+        overrides = f"mesh.expert_receive_factor={RECEIVE_FACTOR}"
+        yield name, overrides, with_changes(task, layout, receive_factor=RECEIVE_FACTOR)
     if layout.strategy in ("optimizer", "grads"):
-        name = "shard parameters too (fsdp full)"
-        yield name, "mesh.fsdp_strategy=full", with_changes(task, layout, strategy="full")
+        overrides = "mesh.fsdp_strategy=full" + (" pipeline.gather=per_microbatch" if layout.pipeline > 1 else "")
+        yield "shard parameters too (fsdp full)", overrides, with_changes(task, layout, strategy="full")
+    elif layout.strategy == "full" and layout.pipeline > 1:
+        name = "gather weights once per step"
+        yield name, "pipeline.gather=per_step", with_changes(task, layout, strategy="optimizer")
     yield from _mesh_changes(task, layout, mesh)
 
 
@@ -114,7 +125,9 @@ def _mesh_change(name: str, task: Task, layout: Layout, change: dict[str, int]) 
     while microbatches:
         changed = with_changes(task, layout, change, microbatches=microbatches)
         if changed is not None:
-            fewer = f" train.microbatches={microbatches}" if microbatches != layout.microbatches else ""
-            return name, overrides + fewer, changed
+            more = [f"train.microbatches={microbatches}"] if microbatches != layout.microbatches else []
+            if layout.pipeline > 1 or changed.pipeline > 1:
+                more += strategy_overrides(changed)
+            return name, " ".join([overrides, *more]), changed
         microbatches //= 2
     return name, overrides, None

@@ -139,6 +139,7 @@ def test_h100_forms_async_and_sync():
     """Recorded from the CUDA compiler for 8 H100s: one of each collective, with matrix products to hide them behind."""
     report = audit((H100 / "each_collective.hlo").read_text())
     half = 2048 * 2048 * 2
+    assert {found.products_between for found in report.collectives if found.compute_between} == {8}
     seen = {
         (found.op, found.axes): (found.bytes, found.is_async, found.compute_between) for found in report.collectives
     }

@@ -95,7 +95,8 @@ def test_axes_that_training_does_not_have_are_planned():
     assert zero_1["memory"]["optimizer"] == zero_3["memory"]["optimizer"]
     # Weights and gradients whole in bfloat16, instead of a few blocks and a float32 shard.
     assert zero_1["memory"]["gathered"] > 2 * 8.03e9
-    assert zero_1["memory"]["grads"] == pytest.approx(2 * 8.03e9, rel=0.01)
+    # Of the blocks; the head's waits among what is whole, and the embedding's comes after the peak.
+    assert zero_1["memory"]["grads"] == pytest.approx(2 * (8.03e9 - 2 * 128256 * 4096), rel=0.01)
 
 
 def test_public_models_that_no_config_can_say():
@@ -249,7 +250,7 @@ def test_compile_reads_the_real_step():
     """On fake CPU devices, which need no wheels; the GPU programs are in tests/h100."""
     compiled = report_of(*COMPILED, "--compile", "cpu")["compiled"]
     assert "fake CPU devices" in compiled["target"]
-    wanted = {"op", "axis", "loop", "trips", "count", "bytes", "dtype", "async", "overlapped"}
+    wanted = {"op", "axis", "loop", "trips", "count", "bytes", "dtype", "async", "overlapped", "products"}
     assert all(row.keys() == wanted for row in compiled["collectives"])
     gathers = [row for row in compiled["collectives"] if row["op"] == "all-gather" and row["loop"]]
     assert {(row["axis"], row["loop"], row["trips"], row["count"]) for row in gathers} == {

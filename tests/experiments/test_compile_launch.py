@@ -119,6 +119,7 @@ def test_the_outcome_goes_through_json():
         dtype="bf16",
         is_async=True,
         overlapped=3,
+        products=1,
     )
     outcome = CompileOutcome(
         target="t",
@@ -140,6 +141,6 @@ def test_the_outcome_goes_through_json():
         max_rss_bytes=5,
     )
     values = json.loads(json.dumps(outcome.to_dict()))
-    wanted = {"op", "axis", "loop", "trips", "count", "bytes", "dtype", "async", "overlapped"}
+    wanted = {"op", "axis", "loop", "trips", "count", "bytes", "dtype", "async", "overlapped", "products"}
     assert set(values["collectives"][0]) == wanted
     assert CompileOutcome.from_dict(values) == outcome

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxpar.config import PRESETS, Config, load_config
 from jaxpar.config.schema import AXES
 from jaxpar.experiments.shrink import REST_DEVICES, shrink
+from jaxpar.plan.experts import receive_bound
 from jaxpar.plan.facts import BATCH_AXES, gather_facts
 from jaxpar.plan.parameters import padded_vocab_size
 from jaxpar.plan.rules import LAYOUT_RULES, find_problems
@@ -110,3 +111,16 @@ def test_large_meshes_lose_devices_axis_by_axis(mesh, tried):
     config = load_config(None, ["model.preset=llama-3.1-405b", "train.global_batch_size=1024", *sizes])
     found = shrink(gather_facts(config)).mesh
     assert {axis: size for axis, size in found.items() if size > 1} == tried
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_bounded"), [(0.0, False), (2.0, True), (100.0, False)], ids=["worst", "bounded", "more"]
+)
+def test_a_bounded_receive_buffer_stays_bounded(factor, is_bounded):
+    config = load_config(None, ["model.preset=qwen3-30b-a3b", "mesh.expert=8", f"mesh.expert_receive_factor={factor}"])
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_size=8))
+    small = shrink(gather_facts(config)).config
+    tokens = small.train.global_batch_size // small.mesh.expert * small.data.seq_len
+    sizes = (tokens, small.model.top_k, small.model.num_experts, small.mesh.expert)
+    room, worst = receive_bound(*sizes, small.mesh.expert_receive_factor), receive_bound(*sizes, 0.0)
+    assert room == worst - is_bounded

@@ -6,7 +6,10 @@ from tests.h100.test_h100_programs import LLAMA_8B, MIB, large_in_loops, report_
 
 pytestmark = pytest.mark.proof
 
-SIZE = (*LLAMA_8B[:1], "data.seq_len=4096", "mesh.pipeline=4", "mesh.fsdp=2", "--devices", "8", "--gpu", "h100")
+SIZE = (
+    *(*LLAMA_8B[:1], "data.seq_len=4096", "mesh.pipeline=4", "mesh.fsdp=2", "pipeline.gather=per_microbatch"),
+    *("--devices", "8", "--gpu", "h100"),
+)
 PROGRAMS = {
     "1f1b": ("model.num_layers=8", "data.pack=false", "train.microbatches=4", "train.global_batch_size=8"),
     "1f1b, 32": ("model.num_layers=8", "data.pack=false", "train.microbatches=32", "train.global_batch_size=64"),
@@ -59,6 +62,19 @@ def test_weights_are_gathered_in_the_loops_in_the_compute_type(compiled):
     assert {row["dtype"] for row in gathers if row["bytes"] / row["count"] >= MIB} == {"bf16"}
     # Among them those for gathers of whole stacks, and for float32 on the wire.
     assert compiled["lints"] == []
+
+
+def test_weights_gathered_once_per_step_leave_nothing_over_fsdp_in_the_loop():
+    arguments = [argument.replace("per_microbatch", "per_step") for argument in SIZE]
+    compiled = report_of(*arguments, *PROGRAMS["1f1b"])["compiled"]
+    rows = [row for row in compiled["collectives"] if row["axis"] == "fsdp" and row["bytes"] / row["count"] >= MIB]
+    assert {(row["op"], row["dtype"], row["loop"]) for row in rows} == {
+        ("all-gather", "bf16", None),
+        ("reduce-scatter", "f32", None),
+    }
+    assert "gather of stacked weights" not in {lint["rule"] for lint in compiled["lints"]}
+    # The arithmetic has all gradients of a microbatch at one time.
+    assert 0 <= compiled["difference"] <= 0.2
 
 
 def test_memory_is_what_the_arithmetic_says(compiled):

@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
+from jaxpar.collectives import island
 from jaxpar.config.schema import ModelConfig
+from jaxpar.mesh import make_mesh
 from jaxpar.model.moe import BIAS, load_metrics, rebalance
 from jaxpar.model.routing import capacity, choose, count_by_row
+from jaxpar.model.zigzag import from_zigzag, to_zigzag
+from jaxpar.sharding import CONTEXT_AXIS
 
 EXPERTS = 8
 
@@ -98,6 +103,21 @@ def test_capacity_is_per_row_and_takes_first_choices_and_early_tokens():
     assert choices.experts[1].tolist() == [[2, none], [2, none], [0, 1], [0, 1]]
     assert np.array_equal(np.asarray(choices.weights) == 0, np.asarray(choices.experts) == none)
     assert np.array_equal(choices.wanted, route({}, logits).experts)
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_capacity_counts_over_the_whole_row_on_a_context_axis(members):
+    """Which choices are left out is the same, token by token, though each member sees only its two chunks."""
+    options, logits = {"capacity_factor": 0.75, "top_k": 3}, random_logits((2, 16, EXPERTS), seed=3)
+    valid = np.arange(16)[None] < np.asarray([[16], [11]])
+    whole = route(options, logits, valid=valid)
+    mesh = make_mesh({CONTEXT_AXIS: members}, jax.devices()[:members])
+    rows = P(None, CONTEXT_AXIS)
+    with jax.set_mesh(mesh):
+        local = island(lambda logits, valid: route(options, logits, valid=valid).experts, (rows, rows), rows)
+        split = jax.jit(local)(*(jax.device_put(np.asarray(to_zigzag(a, members)), rows) for a in (logits, valid)))
+    np.testing.assert_array_equal(from_zigzag(np.asarray(split), members), whole.experts)
+    assert 0 < (np.asarray(whole.wanted) != np.asarray(whole.experts)).sum() < whole.wanted.size / 2
 
 
 def test_bias_moves_against_the_load():

@@ -15,6 +15,8 @@ import jaxpar.stages
 from jaxpar.pipeline import _Pipeline
 from jaxpar.placement import NOTHING, Placement
 from jaxpar.stages import StagedDecoder
+from tests.model.test_dropout import alone, assert_alike, trained
+from tests.mutants.test_mutants import scaled_where_partial, scattering_twice_as_much
 from tests.pipeline.test_pipeline_parity import assert_parity
 from tests.pipeline.test_pipeline_training import INTERLEAVED, check
 
@@ -62,8 +64,8 @@ def not_added_up(honest, self, runs, carry, *rest):
     return after._replace(weight_grads=kept), dx
 
 
-def halved_over_replicas(x, axes, honest=jaxpar.pipeline.sum_over):
-    return honest(x, axes) * (0.5 if axes == ("data",) else 1)
+def halved_over_replicas(x, axes, honest=jaxpar.pipeline.unreduced):
+    return honest(x * (0.5 if axes == {"data"} else 1), axes)
 
 
 EXECUTOR_FAULTS = {
@@ -73,7 +75,7 @@ EXECUTOR_FAULTS = {
     ),
     "gradients averaged over replicas": (
         CHUNKED,
-        lambda m: m.setattr(jaxpar.pipeline, "sum_over", halved_over_replicas),
+        lambda m: m.setattr(jaxpar.pipeline, "unreduced", halved_over_replicas),
     ),
     "one stage takes the side inputs of the microbatch before": (
         CHUNKED,
@@ -161,8 +163,8 @@ STEP_FAULTS = {
     "padded layers have gradients": lambda m: m.setattr(jaxpar.placement, "_redistribute", padding_filled),
     "padded layers run": lambda m: m.setattr(
         StagedDecoder,
-        "_staged",
-        lambda *args, honest=StagedDecoder._staged: {**honest(*args), jaxpar.stages._PRESENT: None},
+        "_tables",
+        lambda self, honest=StagedDecoder._tables: {**honest(self), jaxpar.stages._PRESENT: None},
     ),
     "loss without its z-loss": lambda m: m.setattr(
         jaxpar.stages,
@@ -170,6 +172,47 @@ STEP_FAULTS = {
         lambda *args, honest=jaxpar.stages.hidden_loss, **options: honest(*args, **{**options, "z_loss": 0.0}),
     ),
 }
+
+
+def whole(mesh, strategy):
+    """A step that gathers its weights once, on two stages."""
+    return {**mesh, "fsdp_strategy": strategy}, {}, {}, 2
+
+
+WEIGHT_FAULTS = {
+    "gradients counted twice at the end of the step": (
+        whole({"pipeline": 2, "fsdp": 2}, "optimizer"),
+        ("jaxpar.strategy.scatter_gradient", scattering_twice_as_much),
+    ),
+    "gradients of held weights counted twice": (
+        whole({"pipeline": 2, "fsdp": 2}, "grads"),
+        ("jaxpar.collectives.scatter_gradient", scattering_twice_as_much),
+    ),
+    "partial sums over replicas halved": (
+        whole({"pipeline": 2, "data": 2, "fsdp": 2}, "optimizer"),
+        ("jaxpar.strategy.finish_reduction", scaled_where_partial(0.5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_FAULTS)
+def test_fault_of_whole_weights_breaks_parity(name, monkeypatch):
+    case, fault = WEIGHT_FAULTS[name]
+    monkeypatch.setattr(*fault)
+    with pytest.raises(AssertionError):
+        check(*case)
+
+
+def test_layers_numbered_by_stage_drop_something_else(monkeypatch):
+    honest = StagedDecoder._tables
+
+    def by_stage(self):
+        tables = honest(self)
+        return {**tables, jaxpar.stages._NUMBERS: 0 * tables[jaxpar.stages._NUMBERS]}
+
+    monkeypatch.setattr(StagedDecoder, "_tables", by_stage)
+    with pytest.raises(AssertionError):
+        assert_alike(trained({"pipeline": 2}, "full", 2), alone())
 
 
 @pytest.mark.parametrize("name", STEP_FAULTS)

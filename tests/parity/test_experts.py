@@ -43,6 +43,8 @@ FULL = [
     ({"fsdp": 2, "expert": 2, "tensor": 2}, "softmax", 4, "none"),
     ({"data": 2, "expert": 4}, "limited", 1, "full"),
     ({"fsdp": 2, "expert": 2, "tensor": 2}, "limited", 1, "full"),
+    ({"expert": 2, "context": 2, "tensor": 2}, "limited", 1, "full"),
+    ({"context": 4, "fsdp": 2}, "limited", 1, "full"),
     ({"fsdp": 2, "expert": 4, "expert_exchange": "gather"}, "softmax", 1, "full"),
     ({"expert": 2, "tensor": 2, "expert_exchange": "gather"}, "sigmoid", 2, "full"),
     ({"data": 2, "expert": 4, "expert_receive_factor": 4.0}, "softmax", 1, "full"),

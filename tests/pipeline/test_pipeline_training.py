@@ -26,6 +26,7 @@ from tests.parity.harness import (
 
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 FSDP_TENSOR = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+ONCE = {"gather": "per_step"}
 DATA_FSDP = {"pipeline": 2, "data": 2, "fsdp": 2}
 TIED = {"num_layers": 4, "family": "llama", "tie_embeddings": True}
 
@@ -34,7 +35,7 @@ GPT2 = {"family": "gpt2", "tie_embeddings": True, "num_kv_heads": 8, "max_positi
 
 QUICK = {
     "interleaved, tied, with fsdp and tensor": (FSDP_TENSOR, TIED, INTERLEAVED, 2),
-    "interleaved, weights gathered once": ({**FSDP_TENSOR, "fsdp_strategy": "optimizer"}, TIED, INTERLEAVED, 2),
+    "interleaved, weights gathered once": (FSDP_TENSOR, TIED, {**INTERLEAVED, **ONCE}, 2),
     "1f1b with data": ({"pipeline": 2, "data": 2}, {"family": "qwen2"}, {}, 2),
 }
 FOUR = {"num_layers": 4}
@@ -61,6 +62,8 @@ FULL = {
     ),
     "biases, uneven": ({"pipeline": 2, "fsdp": 2}, GPT2, {"layers_per_stage": "balanced"}, 2),
     "optimizer": ({**DATA_FSDP, "fsdp_strategy": "optimizer"}, FOUR, {}, 4),
+    "weights gathered once": ({"pipeline": 2, "fsdp": 4}, FOUR, ONCE, 4),
+    "weights gathered once, with tensor": (FSDP_TENSOR, FOUR, ONCE, 4),
     "optimizer, uneven": ({**FSDP_TENSOR, "fsdp_strategy": "optimizer"}, UNEVEN, {"layers_per_stage": [2, 3]}, 4),
     "grads": ({**DATA_FSDP, "fsdp_strategy": "grads"}, FOUR, {}, 4),
     "grads, interleaved, tied": ({**FSDP_TENSOR, "fsdp_strategy": "grads"}, TIED, INTERLEAVED, 4),

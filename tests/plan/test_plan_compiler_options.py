@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.config import AXES, ConfigError, load_config
-from jaxpar.plan.compiler_options import PLAIN, WITH_TENSOR, asked_options, table_options
+from jaxpar.plan.compiler_options import PLAIN, WITH_CONTEXT, WITH_TENSOR, asked_options, table_options
 
 ALONE = dict.fromkeys(AXES, 1)
 
@@ -21,6 +21,8 @@ def asked(*entries):
         ({"fsdp": 4, "tensor": 2}, "gpu", WITH_TENSOR),
         ({"expert": 8}, "gpu", PLAIN),
         ({"data": 8}, "gpu", {}),
+        ({"context": 8}, "gpu", {**PLAIN, **WITH_CONTEXT}),
+        ({"data": 2, "context": 4}, "gpu", WITH_CONTEXT),
         ({"fsdp": 8}, "cpu", {}),
     ],
 )

@@ -103,7 +103,7 @@ def test_peak_is_that_of_the_compiler(devices, rows, remat, chunks, peak_gib):
     memory = training_memory(
         EIGHT_B, fsdp(devices, rows, remat), device_bytes=0, memory_fraction=1, loss_chunk_tokens=rows * 8192 // chunks
     )
-    assert memory.total_bytes / GIB == pytest.approx(peak_gib, rel=0.1 if chunks == 1 else 0.04)
+    assert memory.total_bytes / GIB == pytest.approx(peak_gib, rel=0.1 if chunks == 1 else 0.025)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "breadth_first"])
@@ -136,7 +136,7 @@ def test_peak_of_a_pipeline_is_that_of_the_compiler(name):
     spread = mesh_layout(mesh, global_batch_size=2 * settings["microbatches"], seq_len=4096, **settings)
     shape = shape_of(dataclasses.replace(PRESETS["llama-3.1-8b"].model, num_layers=num_layers))
     found = training_memory(shape, spread, device_bytes=0, memory_fraction=1)
-    assert found.total_bytes / 1e9 == pytest.approx(peak_gb, rel=0.07)
+    assert found.total_bytes / 1e9 == pytest.approx(peak_gb, rel=0.05)
 
 
 sizes = st.sampled_from([1, 2, 4, 8])
@@ -171,10 +171,12 @@ def test_more_sharding_or_fewer_rows_never_cost_memory(layout, factor):
     if layout.strategy == "full":
         wider = dataclasses.replace(layout, weight_shards=layout.weight_shards * factor)
         assert memory(wider).total_bytes <= memory(layout).total_bytes
-    by_strategy = [memory(dataclasses.replace(layout, strategy=s)) for s in ("none", "optimizer", "grads", "full")]
     if layout.weight_shards > 1:
-        state = [m.params + m.grads + m.optimizer for m in by_strategy]
-        assert state == sorted(state, reverse=True)
+        none, optimizer, grads, full = (
+            memory(dataclasses.replace(layout, strategy=strategy)).total_bytes
+            for strategy in ("none", "optimizer", "grads", "full")
+        )
+        assert full <= min(optimizer, grads) <= max(optimizer, grads) <= none
 
 
 @settings(deadline=None, max_examples=60)

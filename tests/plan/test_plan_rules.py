@@ -397,6 +397,27 @@ def test_a_profile_is_of_steps_that_are_trained():
     plan_of(2, "mesh.data=2", "train.steps=20", "observe.profile_start=20")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mesh.fsdp=4", "pipeline.gather=per_step"], "there is one stage"),
+        (["mesh.pipeline=2", "mesh.data=2", "pipeline.gather=per_step"], "nothing is gathered"),
+        (
+            ["mesh.pipeline=2", "mesh.fsdp=2", "mesh.fsdp_strategy=grads", "pipeline.gather=per_microbatch"],
+            "mesh.fsdp_strategy = 'grads' gathers weights once per step",
+        ),
+        (["mesh.pipeline=2", "mesh.context=2", "pipeline.gather=per_step"], "not yet"),
+    ],
+)
+def test_how_often_stages_gather_is_asked_where_they_do(overrides, said):
+    assert said in problems_of(4, *overrides, "train.microbatches=2")["pipeline.gather"]
+
+
+def test_ways_to_gather_that_go_together():
+    for settings in (["pipeline.gather=per_step"], ["mesh.fsdp_strategy=grads", "pipeline.gather=per_step"]):
+        plan_of(4, "mesh.pipeline=2", "mesh.fsdp=2", "train.microbatches=2", *settings)
+
+
 @pytest.mark.parametrize("strategy", ["grads", "optimizer"])
 def test_strategy_needs_an_axis(strategy):
     assert "shard nothing" in problems_of(2, "mesh.data=2", f"mesh.fsdp_strategy={strategy}")["mesh.fsdp_strategy"]

@@ -2,12 +2,14 @@
 
 import collections
 import functools
+import math
 
 import pytest
 
 from jaxpar.audit import audit, gathers_of_stacked_weights, weight_sized_all_reduces
 from jaxpar.audit.hlo import parse_module
 from tests.parity.harness import TINY, build, parity_config
+from tests.program.test_compiled_step import LAYER_WEIGHTS, PADDED_VOCAB
 
 pytestmark = pytest.mark.proof
 
@@ -22,13 +24,13 @@ TICKS = 4 + 2 * (STAGES - 1)
 
 
 @functools.cache
-def step(family="llama", schedule="1f1b", microbatches=4):
+def step(family="llama", schedule="1f1b", microbatches=4, gather="per_microbatch"):
     """Compiled, and its report."""
     program = build(
         parity_config(
             MESH,
             model=LLAMA if family == "llama" else GPT2,
-            pipeline={"schedule": schedule},
+            pipeline={"schedule": schedule, "gather": gather},
             data={"num_samples": 4 * microbatches},
             train={"microbatches": microbatches, "global_batch_size": 4 * microbatches},
         )
@@ -67,6 +69,20 @@ def test_weights_are_gathered_layer_by_layer_in_the_loops():
     for layers in (LAYERS_PER_STAGE, LLAMA["num_layers"]):
         assert gathers_of_stacked_weights(report, num_layers=layers, min_bytes=layers * smallest) == ()
     assert weight_sized_all_reduces(report, weight_bytes=smallest) == ()
+
+
+def test_weights_gathered_once_per_step_are_gathered_outside_the_loops():
+    """However many microbatches there are, and gradients are reduce-scattered as often."""
+    layers = [LAYERS_PER_STAGE * size for size in LAYER_WEIGHTS]
+    tables = [TINY["embed_dim"] * PADDED_VOCAB // STAGES] * 2
+    for microbatches in (2, 4):
+        _, report = step(microbatches=microbatches, gather="per_step")
+        for op, share in (("all-gather", 1), ("reduce-scatter", 4)):
+            found = report.select(op, axes="fsdp")
+            assert not [collective for collective in found if collective.in_loop]
+            sizes = sorted(share * math.prod(array.dims) for collective in found for array in collective.arrays)
+            assert sizes == sorted(layers + tables), (op, microbatches)
+        assert weight_sized_all_reduces(report, weight_bytes=4 * min(LAYER_WEIGHTS)) == ()
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches():

@@ -1,5 +1,7 @@
 """What each remat mode computes again and holds, counted in the compiled program."""
 
+import re
+
 import pytest
 
 from jaxpar.config import ConfigError
@@ -67,6 +69,12 @@ def test_memory_is_what_each_mode_keeps():
     added = 4 * tokens * NUM_LAYERS * (H * h + 2 * K * h + H * h + D)
     assert temp["selective"] - temp["full"] == pytest.approx(added, rel=0.1), temp
     assert temp["none"] > 1.5 * temp["selective"], temp
+
+
+def test_angles_of_positions_are_not_kept_once_per_layer():
+    text = build(parity_config({"fsdp": 8}, model=MODEL, train={"remat": "full"})).lower_train_step().as_text()
+    kept = set(re.findall(rf"tensor<{NUM_LAYERS}x{ROWS}x{SEQ_LEN}x\S*>", text))
+    assert kept == {f"tensor<{NUM_LAYERS}x{ROWS}x{SEQ_LEN}x{D}xf32>"}
 
 
 @pytest.mark.proof

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from jaxpar.audit import weight_sized_all_reduces
-from jaxpar.strategy import FsdpStrategy
 from tests.parity.harness import build, parity_config
 from tests.program.test_compiled_step import (
     COLLECTIVE,
@@ -109,6 +108,5 @@ def test_memory_is_what_each_strategy_keeps_whole():
 
 
 def test_strategy_of_a_config():
-    config = parity_config({"fsdp": 2, "fsdp_strategy": "grads"}, precision={"reduce": "bfloat16"})
-    strategy = FsdpStrategy.of(config)
+    strategy = build(parity_config({"fsdp": 2, "fsdp_strategy": "grads"}, precision={"reduce": "bfloat16"})).strategy
     assert (strategy.name, str(strategy.compute), str(strategy.reduce)) == ("grads", "float32", "bfloat16")

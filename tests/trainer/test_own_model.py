@@ -135,6 +135,43 @@ def test_mistakes_are_named_before_anything_is_compiled(tmp_path, given, message
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_a_list_of_layers_trains_and_goes_on(tmp_path):
+    """NNX numbers the items of a list; in a state and on disk they have names."""
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            shape, axes = (8, 8), ("embed", "mlp")
+            self.layers = nnx.List(
+                [nnx.Param(rngs.params.normal(shape), logical_axes=axes) for _ in range(11)]  # 10 sorts before 2
+            )
+
+    def loss_fn(model, batch):
+        x = batch["x"]
+        for layer in model.layers:
+            x = x + jnp.tanh(x @ layer[...])
+        return jnp.square(x).sum(), x.shape[0]
+
+    def run(name, mesh, **train):
+        config = Config(
+            run={"dir": str(tmp_path / name)},
+            mesh=mesh,
+            runtime={"cpu_devices": 8},
+            train={"steps": 2, **train},
+            optim={"warmup_steps": 0, "eps": 1e-4},
+            precision={"compute": "float32"},
+        )
+        rows = Rows(x=np.ones(8, np.float32))
+        return Trainer(config, model=Stack, loss_fn=loss_fn, train_data=rows).run()
+
+    run("fsdp", {"fsdp": 8}, stop_at=1)
+    assert run("fsdp", {"fsdp": 8}).step == 2
+    run("data", {"data": 8})
+    found, expected = (saved_arrays(tmp_path / name, 2) for name in ("fsdp", "data"))
+    assert "params/layers/10" in found
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-5, err_msg=name)
+
+
 def test_rows_that_differ_or_lose_digits_are_refused(tmp_path):
     with pytest.raises(ValueError, match="wider than 32 bits; give float32 or int32"):
         trainer(tmp_path, rows=Rows(x=np.ones(6))).run()

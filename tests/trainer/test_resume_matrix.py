@@ -120,16 +120,21 @@ LEGS = {
     "1, 8 and 2 devices": ({}, MESH, {"tensor": 2}),
     "4, 8 and 8 devices": ({"fsdp": 2, "tensor": 2}, {"data": 8}, {"fsdp": 4, "tensor": 2}),
     "stages, none and stages": ({"pipeline": 2, "fsdp": 2}, {"data": 4}, {"pipeline": 2, "data": 2, "tensor": 2}),
+    "three strategies": (
+        {"pipeline": 2, "fsdp": 2, "fsdp_strategy": "optimizer"},
+        {"pipeline": 2, "fsdp": 2, "fsdp_strategy": "grads"},
+        {"fsdp": 2},
+    ),
     "8, 2 and 4 devices, by context": ({"context": 8}, {"context": 2}, {"fsdp": 2, "context": 2}),
 }
 
 
-def leg(directory: Path, mesh: dict[str, int], tmp_path: Path, **train: object) -> None:
+def leg(directory: Path, mesh: dict[str, int | str], tmp_path: Path, **train: object) -> None:
     """One run of the command on as many fake devices as the mesh has; one compilation of the training step."""
     train = {"global_batch_size": 16, **train}  # two microbatches on eight batch shards
-    runtime = {"cpu_devices": max(1, math.prod(mesh.values()))}
+    runtime = {"cpu_devices": math.prod(mesh.get(axis, 1) for axis in AXES)}
     config = tiny(directory, train=train, data={"num_samples": 48}, runtime=runtime)
-    config = dataclasses.replace(config, mesh=MeshConfig(**{axis: mesh.get(axis, 1) for axis in AXES}))
+    config = dataclasses.replace(config, mesh=MeshConfig(**mesh))
     (tmp_path / "config.toml").write_text(config_to_toml(config))
     process = start("train", "config.toml", cwd=tmp_path, environment={"JAX_LOG_COMPILES": "1"})
     with ended(process):

@@ -83,6 +83,8 @@ def _weight_lints(program: Program, report: ProgramReport, target: Target) -> li
         *gathers_of_stacked_weights(report, num_layers=num_layers, min_bytes=stack),
         *gathers_outside_loops(report, max_bytes=table),
     ]
+    if program.strategy.name != "full":  # once per step all weights are gathered, outside of any loop
+        gathers = []
     return [
         *(found for found in gathers if set(found.collective.axes or GATHER_AXES) & set(GATHER_AXES)),
         *weight_sized_all_reduces(report, weight_bytes=min(sizes)),

@@ -50,7 +50,7 @@ def compile_step(config: Config, target: Target, *, timeout_s: float = TIMEOUT_S
         request.write_text(json.dumps({"config": config_to_toml(config), "target": dataclasses.asdict(target)}))
         ended = run_child(
             [WORKER, str(request), str(result)],
-            environment=_environment(),
+            environment=compiler_environment(),
             timeout_s=timeout_s,
             log=Path(directory, "log.txt"),
         )
@@ -88,8 +88,10 @@ def program_config(config: Config) -> Config:
     )
 
 
-def _environment() -> dict[str, str]:
-    """The child has the compiler, sees no GPU (the plugin would look for one), compiles afresh, and writes warnings."""
+def compiler_environment() -> dict[str, str]:
+    """Of a process that compiles for GPUs: it has the compiler, sees no GPU (the plugin would look for one), compiles
+    afresh, and writes warnings.
+    """
     child = environment(fake_devices=True)
     # Its own devices are set by the worker; what a cache holds is not compiled, and gives no warnings.
     for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES"):

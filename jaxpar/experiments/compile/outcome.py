@@ -27,6 +27,8 @@ class CollectiveRow:
     """Whether other work can run between start and end."""
     overlapped: int
     """Compute instructions between start and end, of the one that has the fewest."""
+    products: int
+    """Likewise, of those that are or hold matrix products or kernels."""
 
     def to_dict(self) -> dict:
         """The keys of ``compiled.collectives``."""

@@ -122,6 +122,7 @@ def collective_rows(report: ProgramReport) -> tuple[CollectiveRow, ...]:
             dtype=dtype,
             is_async=is_async,
             overlapped=min(member.compute_between for member in members),
+            products=min(member.products_between for member in members),
         )
         for (op, axis, loop, trips, dtype, is_async), members in groups.items()
     )
