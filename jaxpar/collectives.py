@@ -174,12 +174,19 @@ def defer_reduction(params: object, axes: tuple[str, ...] = REDUCTION_AXES) -> o
     return jax.tree.map(mark, params)
 
 
-def finish_reduction(grads: object) -> object:
-    """Add up partial sums: one all-reduce per leaf over the axes that do not shard it. Afterwards types are plain."""
+def finish_reduction(grads: object, dtype: jnp.dtype | None = None) -> object:
+    """Add up partial sums: one all-reduce per leaf over the axes that do not shard it. Afterwards types are plain.
+
+    Args:
+        grads: Gradients, ``unreduced`` over those axes.
+        dtype: What travels; results have the dtypes of ``grads`` again. None: these.
+    """
 
     def reduce(grad: jax.Array) -> jax.Array:
         spec = spec_of(grad)
-        return reshard(grad, P(*spec.partitions)) if spec.unreduced else grad
+        if not spec.unreduced:
+            return grad
+        return reshard(grad.astype(dtype or grad.dtype), P(*spec.partitions)).astype(grad.dtype)
 
     return jax.tree.map(reduce, grads)
 

@@ -96,14 +96,22 @@ def hidden_loss(
     objective, cross_entropy = token_cross_entropy(options, x_bsd, head, labels, weights)
     sums = {"cross_entropy": cross_entropy}
     if routing:
-        router_loss, router_sums = _router_losses(decoder.model, routing, batch["weights"])
+        router_loss, router_sums = router_losses(decoder.model, routing, batch["weights"])
         objective, sums = objective + router_loss, sums | router_sums
     return objective, jnp.sum(batch["weights"]), sums
 
 
-def _router_losses(model: ModelConfig, routing: Routing, weights_bs: jax.Array) -> tuple[jax.Array, dict]:
-    """Loss terms of all blocks, each row as often as it has trained tokens: their mean is then the same however rows
-    are spread over microbatches and devices.
+def router_losses(model: ModelConfig, routing: Routing, weights_bs: jax.Array) -> tuple[jax.Array, dict]:
+    """Loss terms of blocks with experts, each row as often as it has trained tokens: their mean is then the same
+    however rows are spread over microbatches and devices, and blocks over stages.
+
+    Args:
+        model: coefficients of the terms.
+        routing: of any number of blocks, with a leading L.
+        weights_bs: float32 [B, S].
+
+    Returns:
+        What to add to the loss of the microbatch, and sums to report, see ``next_token_loss``.
     """
     weight_b = weights_bs.sum(1)
     balance, router_z = (jnp.sum(routing[name].sum(0) * weight_b) for name in ("balance", "router_z"))

@@ -3,7 +3,8 @@
 The caller gives three functions, each of which sees one microbatch:
 
 - ``embed(ends, side) -> x`` makes the input of the first virtual stage;
-- ``stage(weights, x, side) -> (y, aux)`` runs one chunk of layers; ``aux`` is a scalar that is added to the loss;
+- ``stage(weights, x, side) -> (y, aux, sums)`` runs one chunk of layers; ``aux`` is a scalar that is added to the loss,
+  ``sums`` are other arrays to add up over microbatches, such as the load of its experts;
 - ``loss(ends, y, side) -> (value, sums)`` is head and loss on the output of the last virtual stage; ``sums`` are other
   scalars to add up over microbatches, such as the number of tokens.
 
@@ -36,7 +37,7 @@ from jaxpar.sharding import PIPELINE_AXIS
 from jaxpar.trained import Trained, gradient_specs, manual_part, zero_gradient
 
 Embed = Callable[[object, object], jax.Array]
-Stage = Callable[[object, jax.Array, object], tuple[jax.Array, jax.Array]]
+Stage = Callable[[object, jax.Array, object], tuple[jax.Array, jax.Array, object]]
 Loss = Callable[[object, jax.Array, object], tuple[jax.Array, object]]
 
 
@@ -49,6 +50,8 @@ class Result(NamedTuple):
     """Sum of ``aux`` over microbatches and virtual stages, float32 scalar. Not part of ``loss``."""
     sums: object
     """Sums of the other scalars that ``loss`` returns."""
+    stage_sums: object
+    """Sums of the arrays that ``stage`` returns besides ``aux``: leaves [chunks, stages, ...]."""
     weight_grads: object
     """Gradient of loss + aux for ``weights``: same tree and shapes, None for leaves that have none."""
     end_grads: object
@@ -96,7 +99,8 @@ def value_and_grad(
         return _Pipeline(schedule, embed, stage, loss, replica_axes, *arguments).run(sum_dtype)
 
     def out_specs(weights: object, ends: object) -> Result:
-        return Result(P(), P(), P(), *(gradient_specs(tree, replica_axes) for tree in (weights, ends)))
+        by_stage = P(None, PIPELINE_AXIS)
+        return Result(P(), P(), P(), by_stage, *(gradient_specs(tree, replica_axes) for tree in (weights, ends)))
 
     return _on_stages(schedule, body, replica_axes, out_specs)
 
@@ -153,6 +157,7 @@ class _Carry(NamedTuple):
     loss: jax.Array
     aux: jax.Array
     sums: object
+    stage_sums: object
 
 
 class _Pipeline:
@@ -199,9 +204,11 @@ class _Pipeline:
             loss=self._own(jnp.float32(0)),
             aux=_vary(jnp.float32(0)),
             sums=self.no_sums,
+            stage_sums=self._no_stage_sums(),
         )
         end, _ = lax.scan(lambda carry, now: (self._tick(carry, *now), None), start, (mine, shared))
-        totals = (end.loss, lax.psum(end.aux, PIPELINE_AXIS), end.sums)
+        stage_sums = jax.tree.map(lambda total: total[:, None], end.stage_sums)
+        totals = (end.loss, lax.psum(end.aux, PIPELINE_AXIS), end.sums, stage_sums)
         gradients = ([grad[:, None] for grad in end.weight_grads], end.end_grads)
         return Result(
             *jax.tree.map(lambda total: sum_over(total, self.replica_axes), totals),
@@ -282,7 +289,8 @@ class _Pipeline:
         def forward() -> jax.Array:
             x = self._input(shared["embed_microbatch"], embedded, activations, mine["forward_slot"])
             side = self._own_side(mine["forward_microbatch"])
-            return self._chunk(self._leaves(mine["forward_chunk"]), mine["forward_chunk"], x, side)[0]
+            (y, _), _ = self._chunk(self._leaves(mine["forward_chunk"]), mine["forward_chunk"], x, side)
+            return y
 
         return lax.cond(runs, forward, lambda: self.blank)
 
@@ -325,18 +333,21 @@ class _Pipeline:
         def backward() -> tuple[_Carry, jax.Array]:
             x = self._input(shared["embed_grad_microbatch"], embedded, activations, mine["backward_slot"])
             side, chunk = self._own_side(mine["backward_microbatch"]), mine["backward_chunk"]
-            (_, aux), pull = jax.vjp(lambda leaves, x: self._chunk(leaves, chunk, x, side), self._leaves(chunk), x)
+            (_, aux), pull, sums = jax.vjp(
+                lambda leaves, x: self._chunk(leaves, chunk, x, side), self._leaves(chunk), x, has_aux=True
+            )
             # A stage with nothing to do runs on what lies in its slots, and throws the result away. Pulling back zero
             # is not enough: that times infinity is not a number.
             valid = mine["backward_microbatch"] >= 0
             grads, dx = pull((_take(gradients, mine["gradient_slot"]), jnp.ones_like(aux)))
-            grads = [jnp.where(valid, grad, jnp.zeros_like(grad)) for grad in grads]
+
+            def add(total: jax.Array, part: jax.Array) -> jax.Array:
+                return _put(total, _take(total, chunk) + jnp.where(valid, part, jnp.zeros_like(part)), chunk)
+
             return carry._replace(
-                weight_grads=[
-                    _put(total, _take(total, chunk) + grad, chunk)
-                    for total, grad in zip(carry.weight_grads, grads, strict=True)
-                ],
+                weight_grads=list(map(add, carry.weight_grads, grads)),
                 aux=carry.aux + jnp.where(valid, aux, 0),
+                stage_sums=jax.tree.map(add, carry.stage_sums, sums),
             ), dx
 
         return lax.cond(runs, backward, lambda: (carry, self.blank))
@@ -354,15 +365,26 @@ class _Pipeline:
 
     def _chunk(
         self, leaves: list[jax.Array], chunk: jax.Array, x: jax.Array, side: object
-    ) -> tuple[jax.Array, jax.Array]:
-        """One chunk of layers; ``leaves`` are its floating-point weights."""
+    ) -> tuple[tuple[jax.Array, jax.Array], object]:
+        """(y, aux), sums of one chunk of layers; ``leaves`` are its floating-point weights."""
         others = [_take(leaf, chunk) for leaf in self.weights.others]
-        y, aux = self._stage(dataclasses.replace(self.weights, others=others).tree(leaves), x, side)
+        y, aux, sums = self._stage(dataclasses.replace(self.weights, others=others).tree(leaves), x, side)
         if jax.typeof(y) != jax.typeof(self.blank):
             raise ValueError(f"stage must return what embed does, {jax.typeof(self.blank)}, not {jax.typeof(y)}")
-        return y, _vary(jnp.asarray(aux, jnp.float32))
+        return (y, _vary(jnp.asarray(aux, jnp.float32))), jax.tree.map(_vary, sums)
 
-    def _leaves(self, chunk: jax.Array) -> list[jax.Array]:
+    def _no_stage_sums(self) -> object:
+        """Zeros for the sums of every chunk."""
+        chunk = (self._leaves(0), jnp.int32(0), self.blank, self._own_side(0))
+        _, sums = jax.eval_shape(self._chunk, *chunk)
+
+        def zeros(part: jax.ShapeDtypeStruct) -> jax.Array:
+            spec = P(None, *part.sharding.spec.partitions)
+            return _vary(jnp.zeros((self.schedule.num_chunks, *part.shape), part.dtype, out_sharding=spec))
+
+        return jax.tree.map(zeros, sums)
+
+    def _leaves(self, chunk: jax.Array | int) -> list[jax.Array]:
         return [_take(leaf, chunk) for leaf in self.weights.leaves]
 
     def _input(self, embed_microbatch: jax.Array, embedded: jax.Array, slots: jax.Array, slot: jax.Array) -> jax.Array:
@@ -383,7 +405,7 @@ class _Pipeline:
     def _add(self, sums: object, parts: object) -> object:
         return jax.tree.map(lambda total, part: total + self._own(part), sums, parts)
 
-    def _own_side(self, microbatch: jax.Array) -> object:
+    def _own_side(self, microbatch: jax.Array | int) -> object:
         return jax.tree.map(lambda leaf: _take(_vary(leaf), microbatch), self.sides)
 
     def _own(self, value: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.sharding import reshard
 from jaxpar import pipeline
 from jaxpar.collectives import current_mesh
 from jaxpar.config.schema import Config
-from jaxpar.loss import hidden_loss
+from jaxpar.loss import hidden_loss, router_losses
 from jaxpar.mesh import used_axes
 from jaxpar.model.dropout import KEYS
 from jaxpar.placement import Placement
@@ -74,7 +74,8 @@ class StagedDecoder:
         layer_grads = {name: result.weight_grads[name] for name in params[LAYERS]}
         grads = weights.finish({LAYERS: layer_grads, **result.end_grads})
         grads[LAYERS] = jax.tree.map(self.placement.from_stages, grads[LAYERS])
-        return mean_over_tokens(grads, {"loss": result.loss + result.aux, **result.sums})
+        sums = {"loss": result.loss + result.aux, **result.sums, **self._router_sums(result.stage_sums)}
+        return mean_over_tokens(grads, sums)
 
     def evaluate(self, params: dict, batch: Batch) -> Metrics:
         """As ``jaxpar.step.evaluate``: sums of cross entropy and tokens, by the forward lanes of the schedule."""
@@ -91,14 +92,21 @@ class StagedDecoder:
     def _staged_axes(self) -> dict:
         """Logical axes of ``_staged``."""
         axes = self.definition.logical_axes
-        layer_axes = {name: ("chunks", "stages", *logical) for name, logical in axes[LAYERS].items()}
-        return axes | {LAYERS: layer_axes}
+        layers = self.definition.abstract_params[LAYERS]
+        return axes | {LAYERS: jax.tree.map(lambda _, logical: ("chunks", "stages", *logical), layers, axes[LAYERS])}
 
     def _tables(self) -> dict:
         """Numbers of layers by stage; with a mask of the places that hold one, if some hold none."""
         split = self.placement.split
         tables = {_NUMBERS: split.layer_of_place} | ({} if split.mask.all() else {_PRESENT: split.mask})
         return {name: reshard(jnp.asarray(table), P(None, PIPELINE_AXIS)) for name, table in tables.items()}
+
+    def _router_sums(self, by_stage: Metrics) -> Metrics:
+        """What the stages say about their routers, as ``jaxpar.loss.next_token_loss`` says it."""
+        if not by_stage:
+            return {}
+        routing = jax.tree.map(self.placement.from_stages, by_stage["routing"])
+        return {name: value.sum() for name, value in by_stage.items() if name != "routing"} | {"routing": routing}
 
     def _functions(self) -> dict[str, object]:
         """What ``jaxpar.pipeline`` runs, each on one microbatch."""
@@ -107,12 +115,14 @@ class StagedDecoder:
         def embed(ends: dict, side: Mapping[str, jax.Array]) -> jax.Array:
             return bind(ends).embedded(side["tokens"], side["positions"], side.get(KEYS))
 
-        def stage(weights: dict, x: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def stage(weights: dict, x: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, dict]:
             weights = dict(weights)
             numbers, present = weights.pop(_NUMBERS), weights.pop(_PRESENT, None)
             decoder = bind({LAYERS: weights})
             info = decoder.sequence_info(side["positions"], side["segment_ids"])
-            return decoder.run_layers(x, info, side.get(KEYS), numbers, present), jnp.float32(0)
+            y, routing = decoder.run_layers(x, info, side.get(KEYS), numbers, present)
+            router_loss, sums = router_losses(decoder.model, routing, side["weights"]) if routing else (0.0, {})
+            return y, router_loss, sums
 
         def loss(ends: dict, y: jax.Array, side: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
             decoder = bind(ends)

@@ -42,7 +42,7 @@ class FsdpStrategy:
     compute: jnp.dtype
     """What weights are gathered in."""
     reduce: jnp.dtype
-    """What gradients are reduce-scattered in."""
+    """What gradients are reduce-scattered and all-reduced in."""
 
     @classmethod
     def of(cls, name: str, precision: PrecisionConfig) -> FsdpStrategy:
@@ -73,7 +73,7 @@ class FsdpStrategy:
 
 
 FULL = FsdpStrategy(name="full", compute=jnp.dtype("float32"), reduce=jnp.dtype("float32"))
-"""ZeRO-3; its dtypes are not used, because blocks gather with their own."""
+"""ZeRO-3 in float32. What blocks gather and reduce-scatter in is their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class StepWeights:
         grads = jax.tree.map(lambda node: node.shard if is_held(node) else node, grads, is_leaf=is_held)
         if self.strategy.name == "optimizer":
             grads = jax.tree.map(self._scatter, grads, self.marked, self.dims)
-        return finish_reduction(grads)
+        return finish_reduction(grads, self.strategy.reduce)
 
     def _scatter(self, grad: jax.Array, param: jax.Array, dim: int) -> jax.Array:
         if dim >= 0:

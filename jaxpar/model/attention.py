@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.collectives import current_mesh, island, spec_of, varying
+from jaxpar.model.gathered import gathered_attention
 from jaxpar.model.kernels import fused_attention
 from jaxpar.model.layers import normalise, rotate
 from jaxpar.model.ring import DEFAULT_WAY, ContextWay, context_attention
@@ -36,7 +37,8 @@ class SequenceInfo:
     """int32 [B, S]: which document of the row a token belongs to; 0 is padding. Whole on every member of a context
     group, in zig-zag order: queries meet the keys of all members."""
     segment_starts: jax.Array | None = None
-    """int32 [B, S]: index of the first token of its document; None: computed by nobody, since the kernel is XLA's."""
+    """int32 [B, S]: index in the row of the first token of its document, natural order; split like the sequence. None:
+    computed by nobody, since the kernel is XLA's."""
 
 
 def attention(
@@ -59,7 +61,7 @@ def attention(
         info: positions and documents; a token attends to earlier tokens of its own document only.
         norm_eps: epsilon of the qk-norm.
         context: how the keys of other context members are met; used when that axis is above 1.
-        kernel: see ``jaxpar.plan.attention``; with a context axis "xla".
+        kernel: see ``jaxpar.plan.attention``; with a context axis "xla", or one of tokamax's on gathered keys.
 
     Returns:
         [B, S, H, h].
@@ -67,11 +69,11 @@ def attention(
     mesh = current_mesh()
     batch, sequence = batch_entry(mesh), context_entry(mesh)
     members = mesh.shape[CONTEXT_AXIS]
-    assert kernel == "xla" or members == 1, "rules refuse other kernels on a split sequence"
     context = context._replace(mode=resolved_context_mode(context.mode, q_bshk.shape[1] // members))
+    assert kernel == "xla" or members == 1 or context.mode == "allgather", "the choice of a kernel knows the ring"
     extra_specs = {name: spec_of(value) for name, value in extras.items()}
     rope_spec = None if info.cos is None else P(batch, sequence, None)
-    starts_spec = None if info.segment_starts is None else P(batch, None)
+    starts_spec = None if info.segment_starts is None else P(batch, sequence)
     info_specs = SequenceInfo(cos=rope_spec, sin=rope_spec, segment_ids=P(batch, None), segment_starts=starts_spec)
 
     def prepare(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, jax.Array], info: SequenceInfo) -> tuple:
@@ -100,8 +102,12 @@ def attention(
     else:
         # In an island of its own: kernels do not say over which axes their results vary.
         q_bshk, k_bskk, v_bskk = island(prepare, specs, qkv_specs)(*arguments)
-        fused = island(partial(fused_attention, kernel), (*qkv_specs, P(batch, None)), qkv_specs[0], check_vma=False)
-        mixed_bshk = fused(q_bshk, k_bskk, v_bskk, info.segment_starts)
+        fused = partial(fused_attention, kernel)
+        if members > 1:
+            fused = partial(gathered_attention, kernel, context.reduce)
+        mixed_bshk = island(fused, (*qkv_specs, starts_spec), qkv_specs[0], check_vma=False)(
+            q_bshk, k_bskk, v_bskk, info.segment_starts
+        )
     # Inside a pipeline stage no policy sees what is named in an island.
     return checkpoint_name(mixed_bshk, "attention") if AxisType.Manual in mesh.axis_types else mixed_bshk
 

@@ -298,18 +298,18 @@ class Decoder(nnx.Module):
         keys_bs: jax.Array | None,
         numbers_l: jax.Array,
         present_l: jax.Array | None = None,
-    ) -> jax.Array:
-        """The dense blocks of ``layers`` in turn, [B, S, D] -> [B, S, D]. Reads nothing else.
+    ) -> tuple[jax.Array, Routing]:
+        """The blocks of ``layers`` in turn: [B, S, D] -> [B, S, D], and their routing. Reads nothing else.
 
         Args:
             x_bsd: as between blocks.
             info: of the rows.
             keys_bs: as in ``hidden_and_routing``.
             numbers_l: int32 [L], number of each block in the model.
-            present_l: bool [L]; where it is False there is no block, and whatever lies there changes nothing.
+            present_l: bool [L]; where it is False there is no block, and whatever lies there adds nothing to either.
         """
         keys_bs = None if keys_bs is None else split_sequence(keys_bs)
-        return self._run(self.layers, x_bsd, info, keys_bs, numbers_l, present_l)[0]
+        return self._run(self.layers, x_bsd, info, keys_bs, numbers_l, present_l)
 
     def _run(
         self,
@@ -328,7 +328,10 @@ class Decoder(nnx.Module):
             weights, present, number = inputs
             keys = None if keys_bs is None else layer_keys(keys_bs, number)
             y, routing = nnx.merge(graph, weights)(x, info, keys)
-            return (y if present is None else jnp.where(present, y, x)), routing
+            if present is not None:
+                y = jnp.where(present, y, x)
+                routing = {name: jnp.where(present, value, 0) for name, value in routing.items()}
+            return y, routing
 
         x_bsd, routing = jax.lax.scan(self.numerics.remat.wrap(layer), x_bsd, (weights, present_l, numbers_l))
         return x_bsd, routing
@@ -354,7 +357,7 @@ class Decoder(nnx.Module):
         model, segment_ids, starts = self.model, zigzag(segment_ids_bs), None
         if self.numerics.attention != "xla":
             rows = P(batch_entry(current_mesh()), None)
-            starts = island(segment_starts, rows, rows)(segment_ids)
+            starts = split_sequence(island(segment_starts, rows, rows)(segment_ids_bs))
         if FAMILIES[model.family].learned_positions:
             return SequenceInfo(cos=None, sin=None, segment_ids=segment_ids, segment_starts=starts)
         frequencies = rope_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)

@@ -44,12 +44,28 @@ def fused_attention(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, start
     """
     if kernel == "cudnn":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return _tokamax_attention(kernel, q, k, v, starts)
+    return tokamax_attention(kernel, q, k, v, starts)
 
 
-def _tokamax_attention(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array) -> jax.Array:
-    """Below tokamax's public function, which cannot be told where each query's keys start (version 0.0.17)."""
+def tokamax_attention(
+    kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, ends: jax.Array | None = None
+) -> jax.Array:
+    """Softmax attention of each query to the keys from its start to before its end.
+
+    Below tokamax's public function, which cannot be told where each query's keys start (version 0.0.17).
+
+    Args:
+        kernel: ``mosaic_gpu``, ``triton`` or ``xla``.
+        q: [B, t, H, h].
+        k: [B, S, K, h].
+        v: [B, S, K, h].
+        starts: int32 [B, t].
+        ends: int32 [B, t]; None: query i's keys end with key i, and t = S.
+
+    Returns:
+        [B, t, H, h].
+    """
     from tokamax._src.ops.attention import api, base
 
-    mask = base.Mask(k_start=starts[:, None, :], is_causal=True)
-    return api.IMPLEMENTATIONS[kernel](q, k, v, mask=mask)
+    bounds = {"is_causal": True} if ends is None else {"k_end": ends[:, None, :]}
+    return api.IMPLEMENTATIONS[kernel](q, k, v, mask=base.Mask(k_start=starts[:, None, :], **bounds))

@@ -79,11 +79,14 @@ class MixtureOfExperts(nnx.Module):
         if self.model.router == "sigmoid":
             weights[BIAS] = getattr(self, BIAS)[...]
         specs = {name: spec_of(weight) for name, weight in weights.items()}
-        row_spec = P(spec_of(y_bsd).partitions[0])
+        token_spec = spec_of(segment_ids_bs)
+        row_spec = P(token_spec.partitions[0])
+        # Without axes that are manual around this: the rows of a microbatch are then one replica's.
+        token_axes = tuple(axis for entry in token_spec.partitions for axis in axes_of(entry))
         routing_specs = dict.fromkeys(("load", "dropped", "overflow", "tokens", "logit_square"), P())
         routing_specs |= {"balance": row_spec, "router_z": row_spec}
-        body = partial(_local, self.model, self.exchange, specs, compute, reduce, remat)
-        in_specs = (spec_of(y_bsd), specs, spec_of(segment_ids_bs))
+        body = partial(_local, self.model, self.exchange, specs, token_axes, compute, reduce, remat)
+        in_specs = (spec_of(y_bsd), specs, token_spec)
         return island(body, in_specs, (x_spec, routing_specs))(y_bsd, weights, segment_ids_bs)
 
 
@@ -91,6 +94,7 @@ def _local(
     model: ModelConfig,
     exchange: Exchange,
     specs: Mapping[str, P],
+    token_axes: tuple[str, ...],
     compute: jnp.dtype,
     reduce: jnp.dtype,
     remat: str,
@@ -133,7 +137,7 @@ def _local(
     if mesh.shape[SEQUENCE_AXIS] > 1:
         # Each tensor device has the part of the sum that its width gives.
         out_bsd = lax.psum_scatter(out_bsd, SEQUENCE_AXIS, scatter_dimension=1, tiled=True)
-    return out_bsd, _routing(model, choices, segment_ids_bs != 0, overflow)
+    return out_bsd, _routing(model, choices, segment_ids_bs != 0, overflow, token_axes)
 
 
 def _gather_local(weight: jax.Array, spec: P, compute: jnp.dtype, reduce: jnp.dtype) -> jax.Array:
@@ -159,8 +163,10 @@ def _gather_local(weight: jax.Array, spec: P, compute: jnp.dtype, reduce: jnp.dt
     return gathered(weight)
 
 
-def _routing(model: ModelConfig, choices: Choices, valid_bs: jax.Array, overflow: jax.Array) -> Routing:
-    """Loss terms per row, and sums over the whole microbatch.
+def _routing(
+    model: ModelConfig, choices: Choices, valid_bs: jax.Array, overflow: jax.Array, token_axes: tuple[str, ...]
+) -> Routing:
+    """Loss terms per row, and sums over the whole microbatch, which ``token_axes`` split.
 
     The balance term of a row is sum over experts of f P, f an expert's share of the row's choices times E, P its mean
     share of affinity: 1 when even, E at worst (Switch Transformer, arXiv 2101.03961, equation 4; per sequence as in
@@ -183,18 +189,16 @@ def _routing(model: ModelConfig, choices: Choices, valid_bs: jax.Array, overflow
     share_be = over((choices.shares * valid[..., None]).sum(1), row_axes) / length_b[:, None]
     frequency_be = counts_be * (model.num_experts / model.top_k) / length_b[:, None]
     z_bs = jax.nn.logsumexp(choices.logits, -1) ** 2
-    every = tuple(axis for axis in mesh.axis_names if axis not in (CONTEXT_AXIS, SEQUENCE_AXIS, PIPELINE_AXIS))
-    every_token = (*every, CONTEXT_AXIS)
     dropped = (choices.wanted < model.num_experts).sum() - (choices.experts < model.num_experts).sum()
     squares = lax.stop_gradient((choices.logits**2 * valid[..., None]).sum())
     return {
         "balance": (frequency_be * share_be).sum(-1),
         "router_z": over((z_bs * valid).sum(1), row_axes) / length_b,
-        "load": over(count_by_row(choices.wanted, model.num_experts).sum(0), every_token),
-        "dropped": over(dropped, every_token),
-        "overflow": over(overflow, every_token),
-        "tokens": over(valid_bs.sum(), every_token),
-        "logit_square": over(squares, every_token),
+        "load": over(count_by_row(choices.wanted, model.num_experts).sum(0), token_axes),
+        "dropped": over(dropped, token_axes),
+        "overflow": over(overflow, token_axes),
+        "tokens": over(valid_bs.sum(), token_axes),
+        "logit_square": over(squares, token_axes),
     }
 
 
@@ -223,7 +227,8 @@ def load_metrics(routing: Routing) -> dict[str, jax.Array]:
     Returns:
         ``load_entropy``, of the shares of the experts, mean over blocks, 1 when even and 0 when one gets all;
         ``load_max``, the fullest expert's load over the mean, of the worst block; ``dropped`` and ``overflow``, shares
-        of all choices; ``router_logits``, root mean square of the router's logits.
+        of all choices; ``router_logits``, root mean square of the router's logits. A block without a token (padding of
+        the stack) does not count.
     """
     load = routing["load"].astype(jnp.float32)
     num_experts = load.shape[-1]
@@ -233,7 +238,7 @@ def load_metrics(routing: Routing) -> dict[str, jax.Array]:
     choices = jnp.maximum(load.sum(), 1)
     num_logits = jnp.maximum(routing["tokens"].sum(), 1).astype(jnp.float32) * num_experts
     return {
-        "load_entropy": entropy.mean(),
+        "load_entropy": entropy.sum() / jnp.maximum((routing["tokens"] > 0).sum(), 1),
         "load_max": (share.max(-1) * num_experts).max(),
         "dropped": routing["dropped"].sum() / choices,
         "overflow": routing["overflow"].sum() / choices,

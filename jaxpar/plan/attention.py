@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxpar.config.errors import ConfigError, Problem
 from jaxpar.config.schema import Config
 from jaxpar.plan.accelerator import TOKAMAX_MISSING, Accelerator, KernelChoice
+from jaxpar.plan.context import resolved_context_mode
 
 KERNELS = ("cudnn", "tokamax", "xla")
 """Values of ``train.attention`` besides "auto", the fastest first."""
@@ -59,8 +60,10 @@ def objection(kernel: str, config: Config, context: int, accelerator: Accelerato
             f"it needs an Ampere GPU or newer (compute capability 8.0), and {accelerator.name} has "
             + "{}.{}".format(*capability)
         )
-    if context > 1:
-        return f"mesh.context = {context} splits the sequence, for which there is an attention of its own"
+    if context > 1 and kernel == "cudnn":
+        return f"mesh.context = {context} splits the sequence, and it takes as many queries as keys"
+    if context > 1 and resolved_context_mode(config.mesh.context_mode, config.data.seq_len / context) == "ring":
+        return "keys and values go around a ring (mesh.context_mode), whose blocks are merged by log-sums: not yet"
     if config.precision.compute != "bfloat16":
         return f"it computes in bfloat16, and precision.compute is {config.precision.compute}"
     if kernel == "cudnn":

@@ -33,6 +33,7 @@ class Task:
     loss_chunk_tokens: int = 0
     receive_factor: float = 0.0
     """``mesh.expert_receive_factor`` of layouts that are tried."""
+    is_packed: bool = False
     constants: Constants = CONSTANTS
 
 
@@ -58,10 +59,11 @@ class Evaluation:
         return self.memory.free_bytes >= SAFE_MARGIN * self.memory.device_bytes
 
 
-def trains_today(layout: Layout) -> bool:
+def trains_today(shape: ModelShape, layout: Layout) -> bool:
     """Whether the trainer can run such a layout already: see ``jaxpar.plan.support_rules``."""
     has_whole_weights = layout.strategy in ("optimizer", "grads")
-    return layout.pipeline == 1 or (layout.expert == 1 and not (layout.context > 1 and has_whole_weights))
+    is_refused = shape.first_dense_layers or (has_whole_weights and (layout.expert > 1 or layout.context > 1))
+    return layout.pipeline == 1 or not is_refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,7 @@ def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
         memory_fraction=config.runtime.memory_fraction,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         receive_factor=config.mesh.expert_receive_factor,
+        is_packed=config.data.pack,
     )
 
 

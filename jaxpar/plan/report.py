@@ -89,7 +89,7 @@ def with_compiled(report: dict, compiled: dict) -> dict:
 def search_report(task: Task, result: SearchResult) -> dict:
     """The winner's report with the ranking, what was rejected and why; without a winner, those alone."""
     found = {
-        "ranked": [_ranked(evaluation) for evaluation in result.ranked],
+        "ranked": [_ranked(task, evaluation) for evaluation in result.ranked],
         "rejected": [dataclasses.asdict(rejection) for rejection in result.rejected],
         "explanation": list(result.explanation),
         "searched": {"meshes": result.meshes, "layouts": result.evaluated},
@@ -106,7 +106,7 @@ def search_report(task: Task, result: SearchResult) -> dict:
     }
 
 
-def _ranked(evaluation: Evaluation) -> dict:
+def _ranked(task: Task, evaluation: Evaluation) -> dict:
     layout = evaluation.layout
     return {
         "mesh": layout.mesh,
@@ -118,7 +118,7 @@ def _ranked(evaluation: Evaluation) -> dict:
         "time": evaluation.time.step_s,
         "mfu": evaluation.mfu,
         "tokens_per_s_per_device": evaluation.tokens_per_s_per_device,
-        "trains_today": trains_today(layout),
+        "trains_today": trains_today(task.shape, layout),
         "overrides": layout_overrides(layout),
     }
 

@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
     mesh_rules.axis_shards_something,
     mesh_rules.strategy_shards_something,
     mesh_rules.stages_gather_something,
-    support_rules.pipeline_with_other_axes,
+    support_rules.dense_blocks_in_a_pipeline,
     support_rules.strategy_over_other_axes,
     *MODEL_RULES,
     model_rules.vocabulary_holds_tokenizer,
@@ -102,6 +102,7 @@ RULES: tuple[Rule, ...] = (
     *_OPTIMIZER_RULES,
     *_RUN_RULES,
     run_rules.init_from_exists,
+    run_rules.init_from_fits,
 )
 """Every rule of a run, in the order in which its problems are printed."""
 

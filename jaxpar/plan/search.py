@@ -156,6 +156,7 @@ def _fitting(task: Task, mesh: dict[str, int], **settings: object) -> Iterator[t
             microbatches=microbatches,
             precision=task.precision,
             receive_factor=task.receive_factor,
+            is_packed=task.is_packed,
             **settings,
         )
         memory = memory_of(task, layout)
@@ -226,8 +227,8 @@ def _explanation(task: Task, ranked: Sequence[Evaluation]) -> Iterator[str]:
         yield "the winner is plain FSDP"
     else:
         yield f"plain FSDP ({mesh_words(plain.mesh)}): {why_not(task, plain, ranked)}"
-    if not trains_today(winner.layout):
-        today = next((evaluation for evaluation in ranked if trains_today(evaluation.layout)), None)
+    if not trains_today(task.shape, winner.layout):
+        today = next((evaluation for evaluation in ranked if trains_today(task.shape, evaluation.layout)), None)
         if today is not None:
             words, behind = layout_words(today.layout), slower_because(winner, today)
             yield f"best that the trainer can run already: {words}: {behind}"
@@ -333,5 +334,6 @@ def _smallest(task: Task, mesh: dict[str, int]) -> Evaluation | None:
         remat="full",
         precision=task.precision,
         receive_factor=task.receive_factor,
+        is_packed=task.is_packed,
     )
     return evaluate(task, layout)

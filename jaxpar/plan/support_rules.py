@@ -8,21 +8,16 @@ from jaxpar.config.errors import Problem
 from jaxpar.plan.facts import Facts
 
 
-def pipeline_with_other_axes(facts: Facts) -> Iterator[Problem]:
-    """What is not proven to give the same result inside a pipeline."""
-    num_stages = facts.mesh.get("pipeline", 1)
-    others = (
-        ("mesh.expert", facts.mesh.get("expert", 1), 1),
-        ("model.num_experts", facts.model.num_experts, 0),
-    )
-    for key, value, working in others:
-        if num_stages > 1 and value != working:
-            yield Problem(
-                key=key,
-                value=value,
-                message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
-                remedy=f"set mesh.pipeline=1, or {key}={working}; pipeline goes with data, fsdp, context and tensor",
-            )
+def dense_blocks_in_a_pipeline(facts: Facts) -> Iterator[Problem]:
+    """Stages run one stack of blocks that are all alike."""
+    num_stages, num_dense = facts.mesh.get("pipeline", 1), facts.model.first_dense_layers
+    if num_stages > 1 and num_dense:
+        yield Problem(
+            key="model.first_dense_layers",
+            value=num_dense,
+            message=f"together with pipeline stages (mesh.pipeline = {num_stages}): not yet",
+            remedy="set mesh.pipeline=1, or model.first_dense_layers=0; other mixtures of experts train in a pipeline",
+        )
 
 
 def strategy_over_other_axes(facts: Facts) -> Iterator[Problem]:

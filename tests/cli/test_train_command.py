@@ -39,7 +39,7 @@ BAD_INPUT = {
     "weights": (["tiny.toml", "model.init_from=hf:nowhere"], "model.init_from = 'hf:nowhere'", "config.json"),
     "resume": (["tiny.toml", "checkpoint.resume=nowhere"], "checkpoint.resume = 'nowhere'", "auto, never, must"),
     "not yet": (
-        ["tiny.toml", "mesh.pipeline=2", "model.num_experts=2", "mesh.data=1", "mesh.fsdp=2"],
+        ["tiny.toml", "mesh.pipeline=2", "model.first_dense_layers=1", "mesh.data=1", "mesh.fsdp=2"],
         "not yet",
         "set mesh.pipeline=1",
     ),

@@ -18,6 +18,9 @@ LONG_ROWS = (
     "h100",
 )
 
+MATRICES = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+"""Elements of a layer's."""
+
 
 @pytest.fixture(scope="module")
 def ring():
@@ -54,11 +57,23 @@ def test_every_permute_is_hidden(permutes):
 
 def test_nothing_but_weights_is_gathered(ring):
     """No keys and values: what a layer gathers in each direction is its seven matrices."""
-    matrices = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     gathers = [found for found in ring["collectives"] if found["op"] == "all-gather" and found["loop"]]
     for loop in ("forward", "backward"):
-        assert sum(found["bytes"] for found in gathers if found["loop"] == loop) == matrices
+        assert sum(found["bytes"] for found in gathers if found["loop"] == loop) == 2 * MATRICES
 
 
 def test_no_lint(ring):
     assert ring["lints"] == []
+
+
+def test_gathered_keys_and_values_are_for_a_fused_kernel():
+    """One gather and one reduce-scatter a layer besides those of the seven matrices; attention forward and again."""
+    compiled = report_of(*LONG_ROWS, "data.seq_len=32768", "mesh.context_mode=allgather")["compiled"]
+    assert compiled["attention"].startswith("attention mosaic_gpu (auto; not cudnn: ")
+    assert compiled["custom_calls"]["mosaic_gpu_v2 flash_attention_sm90"] == 2
+    keys_values = 32768 * 2 * 8 * 128
+    loops = [row for row in compiled["collectives"] if row["loop"]]
+    bytes_of = lambda op, loop: sum(row["bytes"] for row in loops if (row["op"], row["loop"]) == (op, loop))  # noqa: E731
+    assert bytes_of("all-gather", "forward") == 2 * (MATRICES + keys_values)
+    assert bytes_of("reduce-scatter", "backward") == 4 * (MATRICES + keys_values) / MEMBERS
+    assert compiled["lints"] == []

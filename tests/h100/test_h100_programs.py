@@ -143,3 +143,14 @@ def test_attention_is_not_run_again_when_it_is_kept(kernel):
     }
     calls = {remat: sum(n for name, n in found.items() if name.split()[0] == call) for remat, found in counts.items()}
     assert calls["selective"] == calls["offload"] == calls["full"] - 1
+
+
+def test_gradients_cross_the_data_axis_in_the_type_that_was_asked_for():
+    """Shards of weights; sums of norm scales and losses are smaller."""
+    size = ("model.preset=llama-3.2-1b", "model.num_layers=2", "data.seq_len=1024", "data.pack=false")
+    mesh = ("mesh.data=2", "mesh.fsdp=4", "train.global_batch_size=8", "--devices", "8", "--gpu", "h100")
+    rows = report_of(*size, *mesh, "precision.reduce=bfloat16")["compiled"]["collectives"]
+    reductions = [row for row in rows if row["op"] in ("all-reduce", "reduce-scatter")]
+    large = [row for row in reductions if row["bytes"] / row["count"] >= MIB]
+    assert {(row["op"], row["axis"]) for row in large} >= {("all-reduce", "data"), ("reduce-scatter", "fsdp")}
+    assert {row["dtype"] for row in large} == {"bf16"}, large

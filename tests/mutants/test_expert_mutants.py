@@ -9,7 +9,8 @@ from jax import lax
 import jaxpar.model.dispatch
 import jaxpar.model.grouped
 import jaxpar.model.moe
-from tests.model import test_moe_balance, test_moe_dispatch, test_moe_grouped
+import jaxpar.model.routing
+from tests.model import test_moe_balance, test_moe_dispatch, test_moe_grouped, test_moe_routing
 
 pytestmark = pytest.mark.proof
 
@@ -55,6 +56,10 @@ def swapped_offsets(sent, mine, honest=jaxpar.model.dispatch.ragged_offsets):
     return begins, sizes, begins, received
 
 
+def capacity_check(monkeypatch):
+    test_moe_routing.test_capacity_counts_over_the_whole_row_on_a_context_axis(2)
+
+
 def over_all_rows(experts, num_experts, honest=jaxpar.model.moe.count_by_row):
     counts = lax.psum(honest(experts, num_experts), "data") // 2
     return lax.pcast(counts, ("data",), to="varying")
@@ -70,6 +75,7 @@ FAULTS = {
     "rows of other sources lost": (jaxpar.model.dispatch, "regrouped", first_source_only, exchange_check),
     "ragged rows land where they began": (jaxpar.model.dispatch, "ragged_offsets", swapped_offsets, ragged_check),
     "room for everything": (jaxpar.model.dispatch, "fit", lambda counts, room: counts, room_check),
+    "capacity of each member alone": (jaxpar.model.routing, "_counted_before", jnp.zeros_like, capacity_check),
     "balance over the batch": (jaxpar.model.moe, "count_by_row", over_all_rows, row_check),
     "no gradient to the router": (jaxpar.model.moe, "choose", shares_without_gradient, gradient_check),
 }

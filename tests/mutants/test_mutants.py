@@ -35,9 +35,9 @@ def scaled_where_partial(factor):
     """finish_reduction with every gradient that was a partial sum scaled."""
     honest = jaxpar.collectives.finish_reduction
 
-    def faulty(grads):
+    def faulty(grads, dtype):
         partial = jax.tree.map(lambda g: bool(jaxpar.collectives.spec_of(g).unreduced), grads)
-        return jax.tree.map(lambda g, p: g * factor if p else g, honest(grads), partial)
+        return jax.tree.map(lambda g, p: g * factor if p else g, honest(grads, dtype), partial)
 
     return faulty
 

@@ -65,6 +65,8 @@ class Outcome:
 
     losses: list[float]
     grad_norms: list[float]
+    metrics: list[dict[str, float]]
+    """What else each step reports."""
     grads: dict
     """Of the first step, before clipping."""
     init: dict
@@ -84,16 +86,18 @@ def train(program: Program, num_steps: int = 3, params: dict | None = None) -> O
     state = program.init(config.run.seed) if params is None else program.start_from(params)
     on_host = lambda tree: program.definition.without_padding(jax.device_get(tree))  # noqa: E731
     init = on_host(state.params)
-    losses, norms, grads = [], [], None
+    losses, norms, others, grads = [], [], [], None
     with jax.set_mesh(program.mesh):
         compiled = jax.jit(step).lower(state, placed(program, random_batch(config))).compile()
         for index in range(num_steps):
             state, metrics, step_grads = compiled(state, placed(program, random_batch(config, seed=index)))
-            losses.append(float(metrics["loss"]))
-            norms.append(float(metrics["grad_norm"]))
+            losses.append(float(metrics.pop("loss")))
+            norms.append(float(metrics.pop("grad_norm")))
+            others.append(jax.device_get(metrics))
             grads = on_host(step_grads) if grads is None else grads
             assert_replicas_equal(state)
-    return Outcome(losses=losses, grad_norms=norms, grads=grads, init=init, params=on_host(state.params))
+    params = on_host(state.params)
+    return Outcome(losses=losses, grad_norms=norms, metrics=others, grads=grads, init=init, params=params)
 
 
 @functools.cache
@@ -115,12 +119,16 @@ def assert_replicas_equal(tree: object) -> None:
 
 
 def assert_same(actual: Outcome, expected: Outcome, tolerance: float = 1e-5) -> None:
-    """The parity criterion: loss, gradient norm, every gradient leaf, parameters after the steps; init bit for bit."""
+    """The parity criterion: every metric, every gradient leaf, parameters after the steps; init bit for bit."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected.init):
         other = dict(jax.tree_util.tree_leaves_with_path(actual.init))[path]
         assert np.array_equal(leaf, other), f"initial {jax.tree_util.keystr(path)} depends on the mesh"
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=tolerance)
     np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=tolerance)
+    for step, (found, wanted) in enumerate(zip(actual.metrics, expected.metrics, strict=True)):
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            np.testing.assert_allclose(found[name], wanted[name], rtol=tolerance, err_msg=f"{name} of step {step}")
     errors = gradient_errors(actual.grads, expected.grads)
     worst = max(errors, key=errors.get)
     assert errors[worst] <= tolerance, f"gradient of {worst} is off by {errors[worst]:.1e}"

@@ -61,22 +61,24 @@ def normalise(x, scale):
 
 
 def plain(layers, ends, sides):
-    """(loss + aux, (loss, aux, tokens)) over all microbatches."""
+    """(loss + aux, (loss, aux, tokens, squares [L])) over all microbatches."""
 
     def microbatch(sums, side):
         def layer(carry, weights):
             x, aux = carry
             hidden = jnp.tanh(normalise(x, weights["scale"]) @ weights["up"]) * side["gain"][..., None]
-            return (x + hidden @ weights["down"], aux + 1e-4 * jnp.sum(hidden**2)), None
+            square = jnp.sum(hidden**2)
+            return (x + hidden @ weights["down"], aux + 1e-4 * square), square
 
-        loss, aux = sums
-        (x, aux), _ = lax.scan(layer, (ends["table"][side["tokens"]], aux), layers)
+        loss, aux, squares = sums
+        (x, aux), more = lax.scan(layer, (ends["table"][side["tokens"]], aux), layers)
         scores = jax.nn.log_softmax(normalise(x, ends["scale"]) @ ends["table"].T)
         picked = jnp.take_along_axis(scores, side["labels"][..., None], -1)[..., 0]
-        return (loss - jnp.sum(side["weights"] * picked), aux), None
+        return (loss - jnp.sum(side["weights"] * picked), aux, squares + more), None
 
-    (loss, aux), _ = lax.scan(microbatch, (0.0, 0.0), sides)
-    return loss + aux, (loss, aux, sides["weights"].sum())
+    none = jnp.zeros(layers["scale"].shape[0])
+    (loss, aux, squares), _ = lax.scan(microbatch, (0.0, 0.0, none), sides)
+    return loss + aux, (loss, aux, sides["weights"].sum(), squares)
 
 
 def stage(weights, x, side):
@@ -87,11 +89,13 @@ def stage(weights, x, side):
         x, aux = carry
         up, down = (gather_weight(weights[name], jnp.float32, jnp.float32) for name in ("up", "down"))
         hidden = jnp.tanh(jnp.einsum("bsd,df->bsf", enter_block(norm("rms", x, [weights["scale"]], EPS)), up)) * gain
-        new = x + row_parallel("bsf,fd->bsd", hidden, down), aux + 1e-4 * jnp.sum(hidden**2)
-        return jax.tree.map(lambda new, old: jnp.where(weights["mask"], new, old), new, carry), None
+        square = jnp.sum(hidden**2)
+        new = x + row_parallel("bsf,fd->bsd", hidden, down), aux + 1e-4 * square
+        return jax.tree.map(lambda new, old: jnp.where(weights["mask"], new, old), new, carry), square
 
     start = (x, 0 * jnp.sum(x))  # a zero of the right type: each stage's and replica's own
-    return lax.scan(jax.checkpoint(layer), start, weights)[0]
+    (y, aux), squares = lax.scan(jax.checkpoint(layer), start, weights)
+    return y, aux, {"squares": squares}
 
 
 def embed(ends, side):

@@ -1,4 +1,7 @@
-"""A checkpoint does not know stages, chunks or how layers were shared out: bit-equal from any to any, and to none."""
+"""A checkpoint does not know stages, chunks, how layers were shared out, or where experts and parts of rows are.
+
+Bit-equal from any to any, and to none.
+"""
 
 import itertools
 
@@ -9,11 +12,14 @@ import pytest
 from jaxpar import resume
 from jaxpar.checkpoint.store import Store
 from tests.parity.harness import build, parity_config
+from tests.pipeline.test_pipeline_axes import SIGMOID_4
 
 NUM_LAYERS = 5
 LAYOUTS = {
     "none": ({"fsdp": 2}, {}),
+    "experts and context": ({"expert": 4, "context": 2}, {}),
     "4 stages, balanced": ({"pipeline": 4}, {"layers_per_stage": "balanced"}),
+    "2 stages, experts and context": ({"pipeline": 2, "expert": 2, "context": 2}, {"layers_per_stage": "balanced"}),
     "2 stages, 2 chunks": (
         {"pipeline": 2, "tensor": 2},
         {"schedule": "interleaved", "chunks": 2, "layers_per_stage": [2, 1, 1, 1]},
@@ -24,7 +30,8 @@ LAYOUTS = {
 def program_of(layout):
     mesh, pipeline = LAYOUTS[layout]
     train = {"microbatches": 4, "global_batch_size": 16}
-    return build(parity_config(mesh, model={"num_layers": NUM_LAYERS}, train=train, pipeline=pipeline))
+    model = SIGMOID_4 | {"num_layers": NUM_LAYERS}
+    return build(parity_config(mesh, model=model, train=train, pipeline=pipeline))
 
 
 @pytest.mark.proof

@@ -31,7 +31,7 @@ MORE_CASES = {
 
 @functools.cache
 def oracle(num_layers, num_microbatches):
-    """(loss, aux, tokens), (gradients of layers, gradients of ends)."""
+    """(loss, aux, tokens, squares), (gradients of layers, gradients of ends)."""
     gradient = jax.jit(jax.grad(plain, argnums=(0, 1), has_aux=True))
     gradients, sums = gradient(*problem(num_layers, num_microbatches))
     return jax.device_get((sums, gradients))
@@ -40,8 +40,10 @@ def oracle(num_layers, num_microbatches):
 def assert_parity(kind, sizes, num_layers, num_microbatches, *rest):
     stack = Pipelined(kind, sizes, num_layers, num_microbatches, *rest)
     result = jax.device_get(stack.compile()(*stack.arguments))
-    sums, (layer_grads, end_grads) = oracle(num_layers, num_microbatches)
+    (*sums, squares), (layer_grads, end_grads) = oracle(num_layers, num_microbatches)
     np.testing.assert_allclose((result.loss, result.aux, result.sums["tokens"]), sums, rtol=1e-5)
+    found = result.stage_sums["squares"].reshape(-1)[stack.split.place_of_layer]
+    np.testing.assert_allclose(found, squares, rtol=1e-5)
     assert result.weight_grads["mask"] is None
     norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves((layer_grads, end_grads))))
     expected = {**layer_grads, **{f"end {name}": leaf for name, leaf in end_grads.items()}}

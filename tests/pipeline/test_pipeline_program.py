@@ -23,7 +23,7 @@ def embed(ends, side):
 
 
 def stage(weights, x, side):
-    return jnp.tanh(x @ weights), 0.0
+    return jnp.tanh(x @ weights), 0.0, {}
 
 
 def loss(ends, y, side):
@@ -78,7 +78,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches():
     ("change", "message"),
     [
         ({"mesh_stages": 2}, "the schedule has 4 stages, but mesh axis pipeline has 2"),
-        ({"stage": lambda w, x, side: ((x @ w).astype(jnp.bfloat16), 0.0)}, "stage must return what embed does"),
+        ({"stage": lambda w, x, side: ((x @ w).astype(jnp.bfloat16), 0.0, {})}, "stage must return what embed does"),
         ({"loss": lambda ends, y, side: (jnp.sum(y, 0), {})}, "loss must return a scalar"),
         (
             {"loss": lambda ends, y, side: (jnp.sum(y) * jax.lax.axis_index("pipeline"), {})},
@@ -98,7 +98,8 @@ def test_units_that_run_on_garbage_leave_no_trace():
     mesh = make_mesh({"pipeline": 2}, jax.devices()[:2])
 
     def fragile(weights, x, side):
-        return x / jnp.where(jnp.any(x != 0), weights, 0.0), 0.0  # infinite, or not a number, for an empty slot
+        y = x / jnp.where(jnp.any(x != 0), weights, 0.0)  # infinite, or not a number, for an empty slot
+        return y, 0.0, {"total": jnp.sum(y)}
 
     with jax.set_mesh(mesh):
         place = lambda array, spec: jax.device_put(np.float32(array), NamedSharding(mesh, spec))  # noqa: E731

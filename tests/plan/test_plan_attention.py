@@ -48,10 +48,19 @@ def test_auto_takes_the_fastest_that_can(accelerator, overrides, kernel, reasons
         assert text in chosen.reason
 
 
-def test_a_context_axis_has_an_attention_of_its_own():
-    chosen = choose(H100, *UNPACKED, context=2)
-    assert chosen.kernel == "xla"
-    assert "mesh.context = 2" in chosen.reason
+@pytest.mark.parametrize(
+    ("overrides", "kernel", "reason"),
+    [
+        (["mesh.context_mode=ring"], "xla", "not tokamax: keys and values go around a ring"),
+        (["data.seq_len=4096"], "xla", "not tokamax: keys and values go around a ring"),
+        (["data.seq_len=2048"], "mosaic_gpu", "not cudnn: mesh.context = 2 splits the sequence"),
+        (["mesh.context_mode=allgather"], "mosaic_gpu", "not cudnn: mesh.context = 2 splits the sequence"),
+    ],
+)
+def test_on_a_context_axis_only_gathered_keys_have_a_fused_kernel(overrides, kernel, reason):
+    chosen = choose(H100, *UNPACKED, *overrides, context=2)
+    assert chosen.kernel == kernel
+    assert reason in chosen.reason
 
 
 @pytest.mark.parametrize(

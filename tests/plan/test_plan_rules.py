@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.config import Config, ConfigError, load_config
+from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.schema import MeshConfig, ModelConfig
 from jaxpar.plan.facts import gather_facts
 from jaxpar.plan.resolve import check, resolve
@@ -309,6 +310,17 @@ def test_run_rules_allow_the_edges(tmp_path):
         plan_of(1, "runtime.num_processes=2", f"runtime.coordinator={address}")
 
 
+def test_a_config_made_in_python_has_the_shapes_of_its_weights():
+    settings = read_model_settings(HF / "llama")
+    init_from = {"init_from": f"hf:{HF / 'llama'}"}
+    check(Config(model={**settings, **init_from}))
+    with pytest.raises(ConfigError) as error:
+        check(Config(model={**settings, **init_from, "embed_dim": 128, "num_layers": 7}))
+    found = {problem.key: problem.message for problem in error.value.problems}
+    assert found.keys() == {"model.embed_dim", "model.num_layers"}
+    assert found["model.num_layers"].endswith(f"has {settings['num_layers']}")
+
+
 def test_pretrained_directory_needs_weights(tmp_path):
     shutil.copy(HF / "llama" / "config.json", tmp_path)
     config = load_config(None, [f"model.init_from=hf:{tmp_path}"])
@@ -384,7 +396,11 @@ def test_a_list_that_nothing_reads_is_warned_about():
     ("overrides", "key"),
     [
         (["mesh.pipeline=2", "mesh.context=2", "mesh.fsdp_strategy=grads"], "mesh.fsdp_strategy"),
-        (["mesh.pipeline=2", "mesh.expert=2"], "mesh.expert"),
+        (["mesh.pipeline=2", "mesh.expert=2", "mesh.fsdp_strategy=optimizer"], "mesh.fsdp_strategy"),
+        (
+            ["mesh.pipeline=2", "mesh.fsdp=2", "model.num_experts=4", "model.top_k=2", "model.first_dense_layers=1"],
+            "model.first_dense_layers",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(overrides, key):
@@ -425,10 +441,10 @@ def test_strategy_needs_an_axis(strategy):
 
 
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b"])
-def test_mixtures_of_experts_train_but_not_in_a_pipeline_yet(preset):
+def test_mixtures_of_experts_train_alone_and_in_a_pipeline(preset):
     check(load_config(None, [f"model.preset={preset}", "mesh.expert=8"]), num_devices=8)
-    with pytest.raises(ConfigError, match="together with pipeline stages"):
-        check(load_config(None, [f"model.preset={preset}", "mesh.pipeline=2"]), num_devices=2)
+    staged = ["mesh.pipeline=2", "mesh.expert=4", "train.microbatches=2"]
+    check(load_config(None, [f"model.preset={preset}", *staged]), num_devices=8)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import collections
 import math
 import re
 
+import jax
+import numpy as np
 import pytest
 
 from jaxpar.audit import (
@@ -12,6 +14,7 @@ from jaxpar.audit import (
     gathers_of_stacked_weights,
     weight_sized_all_reduces,
 )
+from jaxpar.experiments.parity import run_steps
 from tests.parity.harness import TINY, build, parity_config
 
 NUM_LAYERS = 5  # a size that no other dim and no other loop has
@@ -115,6 +118,21 @@ def test_types_on_the_wire(reduce):
         ("reduce_scatter", sent): 7 + 1,
         ("all_to_all", "bf16"): 2,  # embedding
     }
+
+
+@pytest.mark.proof
+def test_gradients_are_summed_over_data_in_the_type_that_was_asked_for():
+    """In bfloat16 they are rounded, and no more than that; the parameters' own type comes back."""
+
+    def gradients(reduce: str) -> dict:
+        config = parity_config({"data": 8}, model=MODEL, precision={"reduce": reduce})
+        return run_steps(build(config), num_steps=1).grads
+
+    exact, rounded = gradients("float32"), gradients("bfloat16")
+    for want, got in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
+        assert got.dtype == want.dtype == np.float32
+        off = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert 1e-4 < off < 1e-2
 
 
 WIDE = {"embed_dim": 128, "mlp_dim": 512, "num_layers": 8, "head_dim": 16}

@@ -16,6 +16,7 @@ from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
 from jaxpar.trainer import ROUTER_METRICS, RunFailed
 from tests.parity.test_experts import SIGMOID
+from tests.pipeline.test_pipeline_axes import SIGMOID_4
 from tests.trainer.runs import column, run, saved_arrays, tiny
 
 MESH = {"data": 1, "fsdp": 2, "expert": 4, "tensor": 1}
@@ -49,6 +50,25 @@ def test_routers_are_reported_and_every_expert_size_restores_the_same_bits(tmp_p
                     assert np.array_equal(np.asarray(leading_box(array, shapes.get(name, array.shape))), saved[name])
                     found += 1
         assert found == len(saved)
+
+
+@pytest.mark.proof
+def test_a_run_that_moves_into_a_pipeline_and_out_of_it_is_the_run_that_stayed(tmp_path):
+    sections = {"model": SIGMOID_4, "train": {"steps": STEPS, "microbatches": 2, "global_batch_size": 8}}
+    flat = {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}
+    staged = {"data": 1, "fsdp": 1, "tensor": 1, "pipeline": 2, "expert": 2, "context": 2}
+    stayed = run(tmp_path / "stayed", mesh=flat, **sections)
+    for stop_at, mesh in ((2, staged), (STEPS, flat)):
+        moved = run(tmp_path / "moved", mesh=mesh, **{**sections, "train": {**sections["train"], "stop_at": stop_at}})
+    for name in ("loss", "grad_norm", *ROUTER_METRICS):
+        np.testing.assert_allclose(column(moved.rows, name), column(stayed.rows, name), rtol=1e-5, err_msg=name)
+    wanted = saved_arrays(stayed.directory, STEPS)
+    found = saved_arrays(moved.directory, STEPS)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        if name.startswith("params/"):
+            size = np.abs(wanted[name]).max()
+            np.testing.assert_allclose(found[name], wanted[name], atol=1e-5 * float(size), err_msg=name)
 
 
 @pytest.mark.proof

@@ -28,6 +28,7 @@ from jaxpar.audit.program_lints import (
 from jaxpar.experiments.compile.outcome import Lint
 from jaxpar.experiments.compile.targets import Target
 from jaxpar.mesh import used_axes
+from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.program import Program
 from jaxpar.sharding import CONTEXT_AXIS, GATHER_AXES, axes_of
@@ -71,12 +72,13 @@ def _weight_lints(program: Program, report: ProgramReport, target: Target) -> li
         return []
     # The CPU compiler widens bfloat16.
     compute = 4 if config.precision.compute == "float32" or target.gpu is None else 2
-    sizes = [
-        math.prod(leaf.shape[1:]) * compute
-        for leaf in jax.tree.leaves(program.abstract_state.params["layers"])
-        if any(set(axes_of(entry)) & set(GATHER_AXES) for entry in leaf.sharding.spec.partitions)
-    ]
+    layers = jax.tree.leaves(program.abstract_state.params["layers"])
+    sizes = [math.prod(leaf.shape[1:]) * compute for leaf in layers if _is_gathered(leaf)]
+    whole = {leaf.sharding.shard_shape(leaf.shape) for leaf in layers if not _is_gathered(leaf)}
     num_layers = layers_per_loop(program)
+    context = mesh.shape[CONTEXT_AXIS]
+    context_mode = resolved_context_mode(config.mesh.context_mode, config.data.seq_len / context)
+    gathers_keys = context > 1 and context_mode == "allgather"
     stack = num_layers * min(sizes) // mesh.shape["tensor"]
     table = program.plan.padded_vocab_size * config.model.embed_dim * compute
     gathers = [
@@ -87,9 +89,13 @@ def _weight_lints(program: Program, report: ProgramReport, target: Target) -> li
         gathers = []
     return [
         *(found for found in gathers if set(found.collective.axes or GATHER_AXES) & set(GATHER_AXES)),
-        *weight_sized_all_reduces(report, weight_bytes=min(sizes)),
-        *gather_storms(report, num_layers=num_layers, matrices_per_layer=len(sizes)),
+        *weight_sized_all_reduces(report, weight_bytes=min(sizes), whole=whole),
+        *gather_storms(report, num_layers=num_layers, matrices_per_layer=len(sizes) + gathers_keys),
     ]
+
+
+def _is_gathered(leaf: jax.ShapeDtypeStruct) -> bool:
+    return any(set(axes_of(entry)) & set(GATHER_AXES) for entry in leaf.sharding.spec.partitions)
 
 
 def _wire_lints(program: Program, report: ProgramReport, target: Target) -> list[Finding]:
