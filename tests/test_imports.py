@@ -51,7 +51,7 @@ ORDER = (
 SEES_EVENTS = ("events", "trainer", "experiments", "cli")
 """Everything else is handed a progress object: events are never imported sideways."""
 
-LAZY = ("jaxpar", "jaxpar.cli", "jaxpar.data")
+LAZY = ("jaxpar", "jaxpar.cli", "jaxpar.data", "jaxpar.schedule")
 """Where a module may be imported by name at run time, so that ``--help`` and ``data prepare`` start without JAX."""
 
 NO_JAX = ("families", "config", "events", "schedule", "plan")

@@ -29,7 +29,11 @@ class Finding:
 
 
 def weight_sized_all_reduces(
-    report: ProgramReport, *, weight_bytes: int, shard_axes: Collection[str] = ("fsdp", "expert", "context")
+    report: ProgramReport,
+    *,
+    weight_bytes: int,
+    shard_axes: Collection[str] = ("fsdp", "expert", "context"),
+    whole: Collection[tuple[int, ...]] = (),
 ) -> tuple[Finding, ...]:
     """All-reduces of at least ``weight_bytes`` over an axis that shards weights.
 
@@ -41,6 +45,7 @@ def weight_sized_all_reduces(
         report: audit of a train step.
         weight_bytes: bytes of the smallest sharded weight of one layer, whole, as one device would gather it.
         shard_axes: mesh axes that shard weights.
+        whole: dims of parameters that no axis shards (routers): their gradients can only be all-reduced.
     """
     return tuple(
         Finding(
@@ -50,7 +55,8 @@ def weight_sized_all_reduces(
             found,
         )
         for found in report.select("all-reduce", min_bytes=weight_bytes)
-        if found.axes is None or set(found.axes) & set(shard_axes)
+        if (found.axes is None or set(found.axes) & set(shard_axes))
+        and any(array.dims not in whole for array in found.arrays)
     )
 
 

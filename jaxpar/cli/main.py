@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import typer
+from typer.core import TyperGroup
 
-from jaxpar.cli.bench import bench
-from jaxpar.cli.checkpoints import inspect, reshard, verify_checkpoint
-from jaxpar.cli.config import config
-from jaxpar.cli.data import data
-from jaxpar.cli.doctor import EPILOG as DOCTOR_EPILOG
-from jaxpar.cli.doctor import doctor
 from jaxpar.cli.exit_codes import BAD_INPUT, FAILED
-from jaxpar.cli.plan import EPILOG as PLAN_EPILOG
-from jaxpar.cli.plan import plan
-from jaxpar.cli.plot import EPILOG as PLOT_EPILOG
-from jaxpar.cli.plot import plot
-from jaxpar.cli.schedule import schedule
-from jaxpar.cli.sweep import EPILOG as SWEEP_EPILOG
-from jaxpar.cli.sweep import sweep
-from jaxpar.cli.train import EPILOG, train
-from jaxpar.cli.verify import EPILOG as VERIFY_EPILOG
-from jaxpar.cli.verify import verify
+
+COMMANDS = {
+    "train": ("jaxpar.cli.train", "train"),
+    "config": ("jaxpar.cli.config", "config"),
+    "plan": ("jaxpar.cli.plan", "plan"),
+    "schedule": ("jaxpar.cli.schedule", "schedule"),
+    "plot": ("jaxpar.cli.plot", "plot"),
+    "sweep": ("jaxpar.cli.sweep", "sweep"),
+    "verify": ("jaxpar.cli.verify", "verify"),
+    "bench": ("jaxpar.cli.bench", "bench"),
+    "doctor": ("jaxpar.cli.doctor", "doctor"),
+    "data": ("jaxpar.cli.data", "data"),
+    "inspect": ("jaxpar.cli.checkpoints", "inspect"),
+    "verify-checkpoint": ("jaxpar.cli.checkpoints", "verify_checkpoint"),
+    "reshard": ("jaxpar.cli.checkpoints", "reshard"),
+}
+"""Name -> where its function, or group of functions, is; ``EPILOG`` of that module ends its help."""
+
+
+class Commands(TyperGroup):
+    """Imports the command that is asked for, and no other: they start at once, without what the others need."""
+
+    def __init__(self, **options: object):
+        super().__init__(**options)
+        self.commands = dict.fromkeys(COMMANDS)  # names, for the help and for "did you mean"
+
+    def get_command(self, ctx: typer.Context, cmd_name: str):
+        """A command; None if there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        place, attribute = COMMANDS[cmd_name]
+        module = importlib.import_module(place)
+        found, alone = getattr(module, attribute), typer.Typer(rich_markup_mode=None, add_completion=False)
+        if isinstance(found, typer.Typer):
+            alone.add_typer(found, name=cmd_name)
+        else:
+            alone.command(cmd_name, epilog=getattr(module, "EPILOG", None))(found)
+        alone.callback()(_nothing)
+        return typer.main.get_group(alone).get_command(ctx, cmd_name)
+
+
+def _nothing() -> None:
+    """Makes a program with a single command a group."""
+
 
 app = typer.Typer(
     name="jaxpar",
+    cls=Commands,
     help="Train Transformers with JAX on named device meshes: data, FSDP, hybrid and tensor parallelism.",
     epilog="Exit codes: 0 done, 1 failed, 2 bad input, 75 preempted and saved, 130 interrupted.",
     no_args_is_help=True,
@@ -33,19 +64,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train", epilog=EPILOG)(train)
-app.command("config")(config)
-app.command("plan", epilog=PLAN_EPILOG)(plan)
-app.command("schedule")(schedule)
-app.command("plot", epilog=PLOT_EPILOG)(plot)
-app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
-app.command("verify", epilog=VERIFY_EPILOG)(verify)
-app.add_typer(bench, name="bench")
-app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
-app.add_typer(data, name="data")
-app.command("inspect")(inspect)
-app.command("verify-checkpoint")(verify_checkpoint)
-app.command("reshard")(reshard)
+app.callback()(_nothing)
 
 EXIT_CODES = {
     "ConfigError": BAD_INPUT,

@@ -33,6 +33,7 @@ class Task:
     loss_chunk_tokens: int = 0
     receive_factor: float = 0.0
     """``mesh.expert_receive_factor`` of layouts that are tried."""
+    is_packed: bool = False
     constants: Constants = CONSTANTS
 
 
@@ -129,6 +130,7 @@ def task_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Task:
         memory_fraction=config.runtime.memory_fraction,
         loss_chunk_tokens=config.train.loss_chunk_tokens,
         receive_factor=config.mesh.expert_receive_factor,
+        is_packed=config.data.pack,
     )
 
 

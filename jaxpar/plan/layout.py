@@ -9,7 +9,7 @@ from typing import Literal
 from jaxpar.config.schema import TrainConfig
 from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.facts import Facts
-from jaxpar.schedule import split_layers
+from jaxpar.schedule.counts import layer_counts
 
 Precision = Literal["float32", "bfloat16", "float8", "float8_row", "mxfloat8", "float4"]
 """Type of the matrix products; the float8 and float4 recipes differ in how values are scaled."""
@@ -94,8 +94,13 @@ class Layout:
     """Kernel written for the GPU's generation (cuDNN, tokamax), or one that runs on any (FlashAttention-2)."""
     is_head_spread: bool = True
     """The vocabulary is spread over pipeline x tensor; else the last stage computes the head alone."""
+    is_packed: bool = False
+    """Rows hold several documents, whose attention is tokamax's."""
     receive_factor: float = 0.0
     """``mesh.expert_receive_factor``: room for exchanged rows over an even load; 0: for the worst case."""
+    overlaps_step_transfers: bool = False
+    """In a pipeline, weights that are gathered once per step travel beside the first microbatch, and their gradients
+    beside the last; else before the first tick and after the last, beside nothing."""
     experts_over_tensor: bool = True
     """The tensor axis splits each expert's width; else it splits the tokens of the experts."""
 
@@ -176,6 +181,7 @@ def mesh_layout(
     remat_save: tuple[str, ...] = DEFAULT_SAVE,
     context_mode: str = "auto",
     receive_factor: float = 0.0,
+    is_packed: bool = False,
 ) -> Layout:
     """The layout of a mesh; the batch divides by it."""
     is_staged = mesh["pipeline"] > 1
@@ -202,6 +208,7 @@ def mesh_layout(
         precision=precision,
         remat_save=remat_save,
         receive_factor=receive_factor,
+        is_packed=is_packed,
     )
 
 
@@ -222,6 +229,7 @@ def layout_of(facts: Facts) -> Layout:
         remat_save=config.train.remat_save,
         context_mode=config.mesh.context_mode,
         receive_factor=config.mesh.expert_receive_factor,
+        is_packed=config.data.pack,
     )
 
 
@@ -230,10 +238,10 @@ def _places(facts: Facts) -> int:
     pipeline, num_stages = facts.config.pipeline, facts.mesh["pipeline"]
     if pipeline.layers_per_stage == "even" or num_stages == 1:
         return 0
-    split = split_layers(
+    counts = layer_counts(
         facts.model.num_layers,
         num_stages=num_stages,
         num_chunks=pipeline.chunks,
         layers_per_stage=pipeline.layers_per_stage,
     )
-    return split.max_layers * pipeline.chunks
+    return max(counts) * pipeline.chunks

@@ -12,7 +12,7 @@ from jaxpar.families import FAMILIES
 from jaxpar.plan.context import sequence_shards
 from jaxpar.plan.facts import EMBED_AXES, Facts
 from jaxpar.plan.parameters import dim_sizes, padded_vocab_size, param_kinds
-from jaxpar.schedule import split_layers
+from jaxpar.schedule.counts import layer_counts
 from jaxpar.schedule.kinds import CHUNKED_KINDS
 
 _MAX_AXIS = 4096
@@ -133,7 +133,7 @@ def _uneven_layers(facts: Facts, num_stages: int) -> Iterator[Problem]:
             )
         return
     try:
-        split_layers(facts.model.num_layers, num_stages=num_stages, num_chunks=chunks, layers_per_stage=given)
+        layer_counts(facts.model.num_layers, num_stages=num_stages, num_chunks=chunks, layers_per_stage=given)
     except ValueError as error:
         yield Problem(
             key="pipeline.layers_per_stage",

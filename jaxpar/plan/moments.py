@@ -121,8 +121,9 @@ def _at_split_attention(shape: ModelShape, layout: Layout) -> float:
 
     Of a part of the queries: two arrays of scores in float32, three in the compute type. Of all queries: three in
     float32 and six in the compute type; of all keys and values four and two; three of the embedding's width.
+    Gathered keys and values have a fused kernel in bfloat16, which needs none of this.
     """
-    if layout.context == 1:
+    if layout.context == 1 or (layout.context_mode == "allgather" and layout.precision == "bfloat16"):
         return 0.0
     value, tokens, tensor = layout.value_bytes, layout.tokens, layout.tensor
     scores = min(SCORE_BYTES, 4 * tokens**2 / layout.rows * shape.num_heads / tensor)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from jaxpar.plan.facts import Facts
-from jaxpar.schedule import closed_form_idle_share, microbatches_below, split_layers
+from jaxpar.schedule.counts import layer_counts
+from jaxpar.schedule.kinds import closed_form_idle_share, microbatches_below
 
 _GOOD_IDLE_SHARE = Fraction(1, 10)
 _MICROBATCHES_PER_STAGE = 4
@@ -38,7 +39,7 @@ def pipeline_warnings(facts: Facts) -> Iterator[str]:
 def _empty_places(facts: Facts, num_stages: int) -> Iterator[str]:
     pipeline = facts.config.pipeline
     try:
-        split = split_layers(
+        counts = layer_counts(
             facts.model.num_layers,
             num_stages=num_stages,
             num_chunks=pipeline.chunks,
@@ -46,8 +47,9 @@ def _empty_places(facts: Facts, num_stages: int) -> Iterator[str]:
         )
     except ValueError:  # a rule says why
         return
-    if split.padding_share:
+    if min(counts) < max(counts):
+        padding = 1 - sum(counts) / (len(counts) * max(counts))
         yield (
-            f"pipeline.layers_per_stage: the largest stage has {split.max_layers * pipeline.chunks} of "
-            f"{facts.model.num_layers} layers; the others wait for it, {float(split.padding_share):.1%} of all time"
+            f"pipeline.layers_per_stage: the largest stage has {max(counts) * pipeline.chunks} of "
+            f"{facts.model.num_layers} layers; the others wait for it, {padding:.1%} of all time"
         )

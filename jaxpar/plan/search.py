@@ -156,6 +156,7 @@ def _fitting(task: Task, mesh: dict[str, int], **settings: object) -> Iterator[t
             microbatches=microbatches,
             precision=task.precision,
             receive_factor=task.receive_factor,
+            is_packed=task.is_packed,
             **settings,
         )
         memory = memory_of(task, layout)
@@ -333,5 +334,6 @@ def _smallest(task: Task, mesh: dict[str, int]) -> Evaluation | None:
         remat="full",
         precision=task.precision,
         receive_factor=task.receive_factor,
+        is_packed=task.is_packed,
     )
     return evaluate(task, layout)

@@ -57,6 +57,7 @@ def with_changes(task: Task, layout: Layout, mesh: Mapping[str, int] | None = No
         global_batch_size=task.global_batch_size,
         seq_len=task.seq_len,
         precision=task.precision,
+        is_packed=task.is_packed,
         **settings,
     )
     return changed if is_legal(task, changed) else None

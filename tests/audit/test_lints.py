@@ -99,6 +99,9 @@ def test_all_reduce_of_whole_gradients_is_found():
     assert all("reduce-scatter" in finding.message for finding in findings)
     assert all(finding.collective.bytes >= WEIGHT_BYTES for finding in findings)
     assert weight_sized_all_reduces(report, weight_bytes=WEIGHT_BYTES, shard_axes=("expert",)) == ()
+    dims = {array.dims for finding in findings for array in finding.collective.arrays}
+    assert weight_sized_all_reduces(report, weight_bytes=WEIGHT_BYTES, whole=dims) == ()
+    assert weight_sized_all_reduces(report, weight_bytes=WEIGHT_BYTES, whole={(1,)}) == findings
 
 
 def island_report(function, mesh, text_only=False):

@@ -37,6 +37,15 @@ def test_head_says_what_plan_says(path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_plan_and_compiler_agree_on_memory(path):
+    config = load_config(path)
+    plan = recipe_plans.numbers(recipe_plans.LINE.search(path.read_text(encoding="utf-8"))[0])
+    reserve = (1 - config.runtime.memory_fraction) * plan[1]
+    compiler = recipe_plans.numbers(recipe_plans.compiler_line_of(path))[0]
+    assert plan[0] - reserve == pytest.approx(compiler, rel=0.1 if config.model.num_experts else 0.05)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_trainer_takes_it_on_as_many_devices(path, tmp_path):
     text = path.read_text(encoding="utf-8")
     source = load_config(path).data.source

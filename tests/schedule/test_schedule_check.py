@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.schedule import NOTHING, ScheduleError, build_schedule, check
+from jaxpar.schedule import NOTHING, ScheduleError, build_schedule
+from jaxpar.schedule.check import check
 from tests.schedule.numbers import expected, run
 
 SMALL = build_schedule("1f1b", num_stages=4, num_microbatches=8)
