@@ -2,18 +2,15 @@
 
 Cases are read from the tables that parametrise the tests, refusals from the rules; neither is typed here.
 
-    python -m scripts.combinations            # writes the page
-    python -m scripts.combinations --check    # exit 1 if the page is not what it would write
+    python -m scripts.combinations
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import inspect
 import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -208,19 +205,5 @@ of experts.
 """
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    text = Page().text()
-    if not parser.parse_args().check:
-        PAGE.write_text(text)
-        return 0
-    if PAGE.is_file() and PAGE.read_text() == text:
-        return 0
-    print("docs/combinations.md is not current: python -m scripts.combinations", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(Page().text(), encoding="utf-8")
