@@ -253,7 +253,7 @@ class _Loop:
             best=checkpoint.keep_best,
             metric=checkpoint.best_metric,
         )
-        self.store = stack.enter_context(Store(Path(config.run.dir) / CHECKPOINTS, keep=keep))
+        self.store = stack.enter_context(Store(Path(config.run.dir) / CHECKPOINTS, keep=keep, warn=self.log.warn))
         first_step = (found[1] if found else 0) + 1
         self.progress: Progress = stack.enter_context(
             open_progress(

@@ -1,12 +1,19 @@
-"""What a pipeline costs: memory by microbatches, products executed, and step time beside the same batch without stages.
+"""What a pipeline costs: work that is done for nothing, step time beside the same batch without stages, and memory.
 
-    python scripts/bench_pipeline.py                                # 2 stages, every schedule, 4 and 32 microbatches
-    python scripts/bench_pipeline.py --steps 0 --microbatches 4 32  # memory and products only: compiles, runs nothing
+    python scripts/bench_pipeline.py             # 4 stages, every schedule, 4 and 32 microbatches: minutes on 2 cores
+    python scripts/bench_pipeline.py --steps 0   # all but the times: compiles, runs nothing
 
-Runs on fake CPU devices, in float32. Memory and products are read from compiled programs, so they hold on any machine;
-step times mean something only as ratios to each other, taken in one run. The last two columns are ratios to a mesh of
-data axes; products are counted as if every tick ran both its lanes, so they are an upper bound. One row has the same
-number of tokens whatever the microbatches, so that the batch grows with them.
+On fake CPU devices, in float32; the step without stages spreads the same rows over a data axis.
+
+- lanes: forward and backward passes of a chunk that every stage runs, and how many of them a step needs. A stage that
+  has nothing to do in a lane runs it all the same, and throws the result away.
+- products: FLOPs of matrix products that a device executes, read from the compiled program, each lane as often as its
+  table runs it, over those of the step without stages. Both steps run each layer forward twice, but the second time the
+  one without stages leaves out the layer's last product: 6%.
+- step time: over that of the step without stages, medians of steps that alternate in one process. Fake devices share
+  the cores of this machine, so that time goes with all work that is done, idle stages' included.
+- temp memory: of the compiled program, on one device. One row has the same number of tokens whatever the microbatches,
+  so the batch grows with them.
 """
 
 from __future__ import annotations
@@ -15,55 +22,61 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
+
+NUM_DEVICES = 8
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
+
+import jax  # noqa: E402 (after the flags that it reads)
+import numpy as np  # noqa: E402
+
+from jaxpar.audit.hlo import parse_module  # noqa: E402
+from jaxpar.audit.report import matmul_flops  # noqa: E402
+from jaxpar.config.schema import Config  # noqa: E402
+from jaxpar.plan.resolve import resolve  # noqa: E402
+from jaxpar.program import Program  # noqa: E402
+from jaxpar.schedule import NOTHING, Schedule, build_schedule  # noqa: E402
 
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "breadth_first": 2}
+"""Chunks per stage."""
 
 
 def main() -> None:
-    """Print one line per schedule and number of microbatches."""
+    """Print one line per number of microbatches and schedule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=4, choices=(2, 4, 8))
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 32])
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--embed-dim", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--embed-dim", type=int, default=128)
     parser.add_argument("--steps", type=int, default=5, help="Timed steps; 0 only compiles.")
     options = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.stages} "
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-    )
-    columns = (
-        "schedule",
-        "microbatches",
-        "idle share",
-        "temp memory, KiB",
-        "products, both lanes in every tick",
-        "time",
-    )
-    print(f"| {' | '.join(columns)} |")
+    print("| schedule | microbatches | lanes run / needed | products | step time | temp memory, KiB |")
     print("|---|---|---|---|---|---|")
     for microbatches in options.microbatches:
-        plain = Measured(options, microbatches, mesh={"data": options.stages})
-        for schedule in options.schedules:
-            measured = Measured(options, microbatches, mesh={"pipeline": options.stages}, schedule=schedule)
-            print(measured.line(plain), flush=True)
+        plain = Compiled(options, microbatches, mesh={"data": options.stages})
+        for kind, chunks in SCHEDULES.items():
+            pipeline = {"schedule": kind, "chunks": chunks}
+            staged = Compiled(options, microbatches, mesh={"pipeline": options.stages}, pipeline=pipeline)
+            table = build_schedule(kind, num_stages=options.stages, num_microbatches=microbatches, num_chunks=chunks)
+            lanes = f"{int(table.forward_runs.sum() + table.backward_runs.sum())} / {2 * microbatches * chunks}"
+            products = staged.products_by_lane(table) / plain.products()
+            seconds = "-"
+            if options.steps:
+                of_staged, of_plain = alternating(staged.stepper(), plain.stepper(), options.steps)
+                seconds = f"{of_staged / of_plain:.2f}"
+            memory = f"{staged.temp_bytes / 1024:,.0f} (without stages {plain.temp_bytes / 1024:,.0f})"
+            print(f"| {kind} | {microbatches} | {lanes} | {products:.2f} | {seconds} | {memory} |", flush=True)
 
 
-class Measured:
-    """One compiled training step, and its time."""
+class Compiled:
+    """One compiled training step."""
 
-    def __init__(self, options: argparse.Namespace, microbatches: int, mesh: dict[str, int], schedule: str = "1f1b"):
-        # JAX reads the number of fake devices when it is imported.
-        from jaxpar.audit import audit
-        from jaxpar.config.schema import Config
-        from jaxpar.plan.resolve import resolve
-        from jaxpar.program import Program
-
+    def __init__(self, options: argparse.Namespace, microbatches: int, *, mesh: dict[str, int], pipeline=None):
         width = options.embed_dim
-        self.schedule, self.microbatches, self.stages = schedule, microbatches, options.stages
-        self.chunks = SCHEDULES[schedule] if "pipeline" in mesh else 1
         config = Config(
             model={
                 "vocab_size": 256,
@@ -73,51 +86,57 @@ class Measured:
                 "mlp_dim": 4 * width,
             },
             mesh=mesh,
-            pipeline={
-                "schedule": schedule if self.chunks > 1 or schedule == "gpipe" else "1f1b",
-                "chunks": self.chunks,
-            },
+            pipeline=pipeline or {},
             data={"seq_len": 64},
             train={"microbatches": microbatches, "global_batch_size": options.stages * microbatches},
             precision={"compute": "float32"},
         )
-        program = Program.build(resolve(config, num_devices=options.stages))
-        compiled = program.lower_train_step().compile()
-        self.temp_bytes = compiled.memory_analysis().temp_size_in_bytes
-        self.matmul_flops = audit(compiled).matmul_flops
-        self.step_s = timed(program, compiled, options.steps) if options.steps else None
+        devices = jax.devices()[: options.stages]
+        self._program = Program.build(resolve(config, num_devices=len(devices)), devices)
+        self._compiled = self._program.lower_train_step().compile()
+        self._sites = list(parse_module(self._compiled.as_text()).walk())
+        self.temp_bytes = self._compiled.memory_analysis().temp_size_in_bytes
 
-    def line(self, plain: Measured) -> str:
-        """A row of the table."""
-        from jaxpar.schedule import build_schedule
+    def products(self) -> float:
+        """FLOPs of all matrix products of a device, as if every branch were taken."""
+        return sum(matmul_flops(site) * site.trips for site in self._sites)
 
-        sizes = {"num_stages": self.stages, "num_microbatches": self.microbatches, "num_chunks": self.chunks}
-        idle = float(build_schedule(self.schedule, **sizes).idle_share())
-        ratio = f"{self.step_s / plain.step_s:.2f}" if self.step_s else "-"
-        return (
-            f"| {self.schedule} | {self.microbatches} | {idle:.1%} | {self.temp_bytes / 1024:,.0f} | "
-            f"{self.matmul_flops / plain.matmul_flops:.2f} | {ratio} |"
-        )
+    def products_by_lane(self, table: Schedule) -> float:
+        """The same, of lanes that run: those of a tick are conditionals, in the order of ``jaxpar.schedule.table``."""
+        embedded, lost = (int((column != NOTHING).sum()) for column in (table.embed_microbatch, table.loss_microbatch))
+        forward, backward = int(table.forward_runs.sum()), int(table.backward_runs.sum())
+        runs = (embedded, forward, lost, embedded, backward, embedded)
+        lane, total = -1, 0.0
+        for site in self._sites:
+            lane += site.instruction.opcode == "conditional"
+            if flops := matmul_flops(site):
+                total += flops * site.trips / table.num_ticks * runs[lane]
+        assert lane == len(runs) - 1, f"{lane + 1} conditionals in a tick"
+        return total
+
+    def stepper(self) -> Callable[[], float]:
+        """A function that runs one step and returns its seconds."""
+        rng = np.random.default_rng(0)
+        batch = {
+            name: jax.device_put(rng.integers(1, 2, leaf.shape).astype(leaf.dtype), leaf.sharding)
+            for name, leaf in self._program.abstract_batch.items()
+        }
+        state = self._program.init(0)
+
+        def step() -> float:
+            nonlocal state
+            started = time.perf_counter()
+            state, metrics = self._compiled(state, batch)
+            jax.block_until_ready(metrics)
+            return time.perf_counter() - started
+
+        return step
 
 
-def timed(program, compiled, steps: int) -> float:
-    """Median seconds of a step, after one that is not counted."""
-    import jax
-    import numpy as np
-
-    state = program.init(0)
-    rng = np.random.default_rng(0)
-    batch = {
-        name: jax.device_put(rng.integers(1, 2, leaf.shape).astype(leaf.dtype), leaf.sharding)
-        for name, leaf in program.abstract_batch.items()
-    }
-    seconds = []
-    for _ in range(steps + 1):
-        started = time.perf_counter()
-        state, metrics = compiled(state, batch)
-        jax.block_until_ready(metrics)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+def alternating(one: Callable[[], float], other: Callable[[], float], steps: int) -> tuple[float, float]:
+    """Median seconds of each, after one step of each that is not counted."""
+    seconds = [(one(), other()) for _ in range(steps + 1)][1:]
+    return tuple(statistics.median(column) for column in zip(*seconds, strict=True))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def audit(compiled: Compiled | str, mesh: NamedAxes | None = None) -> ProgramRep
     return ProgramReport(
         collectives=find_collectives(module, axes),
         memory=None if isinstance(compiled, str) else _memory(compiled),
-        matmul_flops=sum(_matmul_flops(site) * site.trips for site in sites),
+        matmul_flops=sum(matmul_flops(site) * site.trips for site in sites),
         unknown_loops=tuple(dict.fromkeys(loop.name for site in sites for loop in site.loops if loop.trips is None)),
     )
 
@@ -204,7 +204,7 @@ def _memory(compiled: Compiled) -> MemoryUse | None:
     )
 
 
-def _matmul_flops(site: Site) -> float:
+def matmul_flops(site: Site) -> float:
     """2 x result elements x contracted elements of a dot or of a cuBLAS call; 0 for everything else."""
     instruction = site.instruction
     if instruction.opcode == "dot":

@@ -211,8 +211,11 @@ def tidy(directory: Path) -> list[str]:
         if not entry.is_dir():
             continue
         if _REMNANT.fullmatch(entry.name):
-            shutil.rmtree(entry)
-            done.append(f"removed {entry.name}")
+            try:
+                shutil.rmtree(entry)
+                done.append(f"removed {entry.name}")
+            except OSError as error:  # it is in nobody's way
+                done.append(f"{entry.name} could not be removed: {error}")
         elif _STEP.fullmatch(entry.name) and fault(entry) is not None:
             done.append(f"step {entry.name} is set aside as {set_aside(entry).name}")
     return done
@@ -231,6 +234,12 @@ def left_aside(directory: Path) -> list[str]:
         elif aside := _ASIDE.fullmatch(entry.name):
             found.append(f"{entry.name}: step {aside[1]} was {aside[2]} and set aside by a run that started here")
     return found
+
+
+def unfinished_copies(directory: Path) -> list[int]:
+    """Steps whose copy to this directory was interrupted."""
+    names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+    return sorted(int(copy[1]) for copy in map(_COPY.fullmatch, names) if copy)
 
 
 def damaged_steps(directory: Path) -> list[str]:
@@ -288,20 +297,38 @@ class Keep:
 def remove_old(directory: Path, keep: Keep, *, saved: int) -> None:
     """Removes complete steps that are not kept, and damaged ones older than the newest that are; never ``saved``.
 
-    A damaged step does not count as one that is kept.
+    A damaged step does not count as one that is kept. What an earlier removal left goes too.
+
+    Raises:
+        OSError: Something could not be removed; everything else was.
     """
+    errors = []
+    for entry in _not_kept(directory, keep, saved):
+        removing = entry.with_name(f"{entry.name.partition('.')[0]}.removing")
+        try:
+            entry.rename(removing)  # first: never half a checkpoint under its name
+            shutil.rmtree(removing)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _not_kept(directory: Path, keep: Keep, saved: int) -> Iterator[Path]:
+    """Directories that ``remove_old`` removes."""
     complete, _ = scan(directory)
     marks = {step: read_commit_mark(directory / str(step)) for step in complete}
     kept = keep.kept({step: mark.metrics if mark else {} for step, mark in marks.items()}) | {saved}
     oldest_of_newest = complete[-keep.latest :][0] if keep.latest else 0
     for entry in list(directory.iterdir()):
-        name = _STEP.fullmatch(entry.name) or _ASIDE.fullmatch(entry.name)
-        if not (name and entry.is_dir()):
+        if not entry.is_dir():
             continue
-        step, is_aside = (int(entry.name), False) if entry.name.isdecimal() else (int(name[1]), True)
-        if step in kept and not is_aside:
-            continue
-        if step < oldest_of_newest or (step in marks and not is_aside):
-            removing = entry.with_name(f"{step}.removing")  # renamed first: never half a checkpoint under its name
-            entry.rename(removing)
-            shutil.rmtree(removing)
+        if _STEP.fullmatch(entry.name):
+            step = int(entry.name)
+            if step not in kept and (step < oldest_of_newest or step in marks):
+                yield entry
+        elif aside := _ASIDE.fullmatch(entry.name):
+            if int(aside[1]) < oldest_of_newest:
+                yield entry
+        elif (remnant := _REMNANT.fullmatch(entry.name)) and remnant[2] == "removing":
+            yield entry

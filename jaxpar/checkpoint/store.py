@@ -14,7 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -49,6 +49,8 @@ _REPLICA_SLICE_BYTES = 2**20
 # Orbax 0.12.8 warns about chunks below 1 MiB, once per leaf and save; ours are as small as they are on purpose.
 logging.getLogger("absl").addFilter(lambda record: "target_byte_size too small" not in record.getMessage())
 
+_LOG = logging.getLogger(__name__)
+
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -59,12 +61,19 @@ class Store:
     others may read.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, keep: Keep | int | None = None):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: Keep | int | None = None,
+        warn: Callable[[str], None] = _LOG.warning,
+    ):
         """Opens a directory; it need not exist yet, and nothing is written before the first save.
 
         Args:
             directory: Path on a file system that all processes share.
             keep: Which complete steps a save leaves, or how many of the newest; None keeps all.
+            warn: Is told of old steps that could not be removed.
         """
         if "://" in os.fspath(directory):
             raise CheckpointError(
@@ -75,7 +84,8 @@ class Store:
         if self._keep.latest is not None and self._keep.latest < 1:
             raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; None keeps all")
         self._saving: int | None = None
-        self._saved: concurrent.futures.Future[None] | None = None
+        self._saved: concurrent.futures.Future[str | None] | None = None
+        self._warn = warn
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._tidy = False
 
@@ -164,6 +174,8 @@ class Store:
             self._tidy = False  # what the failed save left may be what fills the disk
             # Raised at once, not after agreeing with the other processes: those may wait for this one inside Orbax.
             raise self._save_failed(step, error) from error
+        if warning := saved.result():
+            self._warn(warning)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"checkpoint {step} of {self.directory}")  # process 0 commits last
 
@@ -305,20 +317,19 @@ class Store:
         names: Sequence[str],
         checksums: jax.Array,
         metrics: Mapping[str, float],
-    ) -> None:
-        """Runs in the background: the last of a save, and the removal of old steps."""
+    ) -> str | None:
+        """Runs in the background: the last of a save, and the removal of old steps; why these are still there."""
         response.result()
         if jax.process_index() != 0:
-            return
+            return None
         texts = dict(zip(names, map(to_text, np.asarray(checksums)), strict=True))
         commit.write_commit_mark(self.directory / str(step), checksums=texts, metrics=metrics)
-        if self._keep.latest is not None:
-            try:
+        try:
+            if self._keep.latest is not None:
                 commit.remove_old(self.directory, self._keep, saved=step)
-            except OSError as error:
-                raise CheckpointError(
-                    f"step {step} is saved in {self.directory}, but older checkpoints could not be removed: {error}"
-                ) from error
+        except OSError as error:  # no reason to end a run whose newest step is safe; the next save tries again
+            return f"step {step} is saved in {self.directory}, but older checkpoints could not be removed: {error}"
+        return None
 
     def _save_failed(self, step: int | None, error: BaseException) -> CheckpointError:
         if isinstance(error, CheckpointError):

@@ -11,7 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jaxpar.checkpoint import commit
 from jaxpar.checkpoint.errors import CheckpointError
+from jaxpar.checkpoint.places import locate
 from jaxpar.cli.exit_codes import INTERRUPTED
 from jaxpar.cli.sizes import parse_bytes, readable_bytes
 from jaxpar.cli.verify_checkpoint import bytes_progress
@@ -103,18 +105,34 @@ def _copy(request: Request, max_memory: int) -> None:
         print(f"  go on from it: jaxpar train CONFIG run.dir=NEW checkpoint.resume={request.destination}{precision}")
 
 
+def _begun_step(request: Request) -> int | None:
+    """The step that is asked for; else the one whose copy to the destination was interrupted, if the source has it yet.
+
+    The source may be a run that goes on: its newest step is not the one that the same command began to copy.
+    """
+    if request.step is not None or is_hf_directory(request.source):
+        return request.step
+    directory, named = locate(request.source)
+    begun = set(commit.unfinished_copies(Path(request.destination))) & set(commit.scan(directory)[0])
+    if named is not None or len(begun) != 1:
+        return None
+    (step,) = begun
+    print(f"goes on with step {step}, whose copy was interrupted (--step chooses another)", file=sys.stderr)
+    return step
+
+
 def _plan(request: Request) -> Resharding:
-    mesh = _target_mesh(request)
+    mesh, step = _target_mesh(request), _begun_step(request)
     try:
         if is_hf_directory(request.source):
             return plan_hf_import(request.source, mesh=mesh, dtype=request.dtype)
         if request.key_map:
             config = load_config(request.config)
             return plan_foreign_import(
-                request.source, request.key_map, config, step=request.step, mesh=mesh, dtype=request.dtype
+                request.source, request.key_map, config, step=step, mesh=mesh, dtype=request.dtype
             )
         return plan_resharding(
-            request.source, mesh=mesh, params_only=request.params_only, dtype=request.dtype, step=request.step
+            request.source, mesh=mesh, params_only=request.params_only, dtype=request.dtype, step=step
         )
     except (CheckpointError, ConfigError):
         raise

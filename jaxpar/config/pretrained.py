@@ -27,18 +27,28 @@ def pretrained_layer(settings: Layer, problems: list[Problem]) -> Layer:
     has_dims = all(f"model.{name}" in settings for name in REQUIRED_DIMS)
     if init_from.startswith(JAXPAR_PREFIX):
         path = find_metadata(init_from.removeprefix(JAXPAR_PREFIX))
-        read, source = read_checkpoint_model, f"{JAXPAR_PREFIX}{path}"
+        source = f"{JAXPAR_PREFIX}{path}"
     else:
         path = Path(init_from.removeprefix(PREFIX)) / "config.json"
         path = path if path.exists() else None
-        read, source = read_model_settings, f"{PREFIX}{path}"
+        source = f"{PREFIX}{path}"
     if path is None and has_dims:
         return {}  # a run's own config.toml stays readable; whether the weights are there is a rule of the plan
     try:
-        return model_layer(read(init_from.partition(":")[2]), source)
+        return model_layer(read_pretrained(init_from), source)
     except ConfigError as error:
         problems += error.problems
         return {}
+
+
+def read_pretrained(init_from: str) -> dict[str, object]:
+    """``model.*`` settings of the weights that ``init_from`` (with its prefix) names.
+
+    Raises:
+        ConfigError: they are not there, or are of a model that is not supported.
+    """
+    read = read_checkpoint_model if init_from.startswith(JAXPAR_PREFIX) else read_model_settings
+    return read(init_from.partition(":")[2])
 
 
 def model_layer(model_settings: Mapping[str, object], source: str) -> Layer:

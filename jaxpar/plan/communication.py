@@ -257,9 +257,12 @@ def _sharded_weights(
         return
     # Weights once per step, beside the forward pass; gradients per microbatch (grads) or once (optimizer).
     times = layout.microbatches if layout.strategy == "grads" else 1
-    hidden = _hidden(scatter, stage.backward_s, constants)
+    beside = 0.0 if layout.pipeline > 1 and not layout.overlaps_step_transfers else 1.0
+    beside_scatter = 1.0 if layout.strategy == "grads" else beside
+    hidden = _hidden(scatter, beside_scatter * stage.backward_s, constants)
     yield row("reduce-scatter", "gradients", times, GRADIENT_BYTES, scatter, hidden)
-    yield row("all-gather", "weights", 1, _value_bytes(layout), gather, _hidden(gather, stage.forward_s, constants))
+    hidden = _hidden(gather, beside * stage.forward_s, constants)
+    yield row("all-gather", "weights", 1, _value_bytes(layout), gather, hidden)
 
 
 def _replicas(

@@ -98,6 +98,9 @@ class Layout:
     """Rows hold several documents, whose attention is tokamax's."""
     receive_factor: float = 0.0
     """``mesh.expert_receive_factor``: room for exchanged rows over an even load; 0: for the worst case."""
+    overlaps_step_transfers: bool = False
+    """In a pipeline, weights that are gathered once per step travel beside the first microbatch, and their gradients
+    beside the last; else before the first tick and after the last, beside nothing."""
     experts_over_tensor: bool = True
     """The tensor axis splits each expert's width; else it splits the tokens of the experts."""
 

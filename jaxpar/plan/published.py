@@ -159,6 +159,7 @@ def read_row(row: Mapping[str, str]) -> PublishedLayout | None:
         attention="native" if framework.native_attention else "portable",
         # Uneven stages are balanced by their owners with the head in mind.
         is_head_spread=shape.num_layers % (pipeline * chunks) != 0,
+        overlaps_step_transfers=True,
         experts_over_tensor=False,
     )
     return PublishedLayout(

@@ -102,6 +102,7 @@ RULES: tuple[Rule, ...] = (
     *_OPTIMIZER_RULES,
     *_RUN_RULES,
     run_rules.init_from_exists,
+    run_rules.init_from_fits,
 )
 """Every rule of a run, in the order in which its problems are printed."""
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.config.checkpoints import JAXPAR_PREFIX, find_metadata
+from jaxpar.config.dims import with_derived_dims
 from jaxpar.config.errors import Problem
-from jaxpar.config.huggingface import PREFIX
-from jaxpar.config.schema import OptimConfig
+from jaxpar.config.huggingface import PREFIX, SHAPE_SETTINGS
+from jaxpar.config.pretrained import read_pretrained
+from jaxpar.config.schema import ModelConfig, OptimConfig
 from jaxpar.plan.facts import BATCH_AXES, Facts
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]/]+):(\d{1,5})")
@@ -275,6 +277,20 @@ def init_from_exists(facts: Facts) -> Iterator[Problem]:
     else:
         return
     yield Problem(key="model.init_from", value=init_from, message=message, remedy=remedy)
+
+
+def init_from_fits(facts: Facts) -> Iterator[Problem]:
+    """Weights to start from have the model's shapes: ``load_config`` takes these from them, Python code may not."""
+    init_from = facts.config.model.init_from
+    if init_from is None or "://" in init_from or any(init_from_exists(facts)):
+        return
+    settings = read_pretrained(init_from)
+    theirs = with_derived_dims(ModelConfig(**settings))
+    for name in sorted(SHAPE_SETTINGS & settings.keys()):
+        ours, stored = getattr(facts.model, name), getattr(theirs, name)
+        if ours != stored and not (name == "vocab_size" and not ours):  # 0: the tokenizer's, which is not read yet
+            remedy = f"set it to {stored!r}, or let jaxpar.load_config take the model from its weights"
+            yield Problem(key=f"model.{name}", value=ours, message=f"{init_from} has {stored!r}", remedy=remedy)
 
 
 def _missing_weights(name: str) -> str | None:

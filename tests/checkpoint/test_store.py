@@ -490,3 +490,31 @@ def test_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
         assert store.latest() is None
     finally:
         release.set()
+
+
+def test_old_steps_that_cannot_be_removed_are_a_warning(tmp_path, monkeypatch):
+    """The newest step is safe; what is left is removed by the next save or the next run."""
+    rmtree, broken = shutil.rmtree, True
+
+    def failing(path, *arguments, **settings):
+        if broken:
+            raise OSError("Device or resource busy")
+        rmtree(path, *arguments, **settings)
+
+    warnings = []
+    with Store(tmp_path, keep=1, warn=warnings.append) as store:
+        store.save(1, {"params": {"w": put(np.ones(3))}}, {})
+        store.wait()
+        monkeypatch.setattr(commit.shutil, "rmtree", failing)
+        store.save(2, {"params": {"w": put(np.ones(3))}}, {})
+        store.wait()
+        (warning,) = warnings
+        assert warning.startswith("step 2 is saved in ")
+        assert warning.endswith("older checkpoints could not be removed: Device or resource busy")
+    with Store(tmp_path, keep=1, warn=warnings.append) as store:
+        assert store.steps() == [2]
+        assert store.tidy() == ["1.removing could not be removed: Device or resource busy"]
+        broken = False
+        store.save(3, {"params": {"w": put(np.ones(3))}}, {})
+    assert len(warnings) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]

@@ -60,7 +60,8 @@ def test_weights_are_gathered_in_the_loops_in_the_compute_type(compiled):
     gathers = [row for row in compiled["collectives"] if row["op"] == "all-gather" and row["axis"] == "fsdp"]
     assert all(row["loop"] and row["async"] for row in gathers if row["bytes"] / row["count"] >= MIB)
     assert {row["dtype"] for row in gathers if row["bytes"] / row["count"] >= MIB} == {"bf16"}
-    assert "gather of stacked weights" not in {lint["rule"] for lint in compiled["lints"]}
+    # Among them those for gathers of whole stacks, and for float32 on the wire.
+    assert compiled["lints"] == []
 
 
 def test_weights_gathered_once_per_step_leave_nothing_over_fsdp_in_the_loop():
@@ -72,8 +73,7 @@ def test_weights_gathered_once_per_step_leave_nothing_over_fsdp_in_the_loop():
         ("reduce-scatter", "f32", None),
     }
     assert "gather of stacked weights" not in {lint["rule"] for lint in compiled["lints"]}
-    # The arithmetic has all gradients of a microbatch at one time.
-    assert 0 <= compiled["difference"] <= 0.2
+    assert abs(compiled["difference"]) <= 0.05, compiled["difference"]
 
 
 def test_memory_is_what_the_arithmetic_says(compiled):

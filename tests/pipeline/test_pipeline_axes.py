@@ -30,8 +30,8 @@ FULL = {
     "experts and data": ({"pipeline": 2, "data": 2, "expert": 2}, SOFTMAX_4, {}, 2),
     "experts and allgather": ({"pipeline": 2, "expert": 2, "context": 2} | ALLGATHER, SOFTMAX_4, {}, 2),
     "sigmoid router and fsdp, interleaved": ({"pipeline": 2, "fsdp": 2, "expert": 2}, SIGMOID_4, INTERLEAVED, 4),
-    "capacity, gathered tokens, uneven": (
-        {"pipeline": 2, "data": 2, "expert": 2, "expert_exchange": "gather"},
+    "capacity of split rows, gathered tokens, uneven": (
+        {"pipeline": 2, "expert": 2, "context": 2, "expert_exchange": "gather"},
         LIMITED | {"num_layers": 3},
         BALANCED,
         4,

@@ -110,3 +110,21 @@ def test_units_that_run_on_garbage_leave_no_trace():
         )
     assert result.loss == pytest.approx(2 * 8 * D / 16)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(result)))
+
+
+def test_gradients_are_added_up_in_the_type_that_is_asked_for():
+    """300 microbatches with the same gradient, 8: a sum of bfloat16 would stop at 256 of them."""
+    schedule = build_schedule("1f1b", num_stages=2, num_microbatches=300)
+    mesh = make_mesh({"pipeline": 2}, jax.devices()[:2])
+    functions = {
+        "embed": lambda ends, side: ends * side,
+        "stage": lambda weights, x, side: (x * weights, 0.0),
+        "loss": lambda ends, y, side: (jnp.sum(y.astype(jnp.float32)), {}),
+    }
+    with jax.set_mesh(mesh):
+        ones = lambda shape, spec: jax.device_put(jnp.ones(shape, jnp.bfloat16), NamedSharding(mesh, spec))  # noqa: E731
+        run = jax.jit(value_and_grad(schedule, **functions, sum_dtype=jnp.dtype("float32")))
+        result = run(ones((1, 2, D), P(None, "pipeline")), ones(D, P()), ones((300, 8, D), P()))
+    for grads in (result.weight_grads, result.end_grads):
+        assert grads.dtype == jnp.float32
+        np.testing.assert_array_equal(np.asarray(grads), 8 * 300)

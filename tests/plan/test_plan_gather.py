@@ -72,6 +72,8 @@ def test_whole_weights_and_gradients_of_a_stage_are_counted():
     more = once.memory.total_bytes - often.memory.total_bytes
     assert more == pytest.approx((2 + 2 + 4 - (4 + 4) / 4) * params, rel=0.2)
     sent = [sum(c.bytes for c in plan.time.collectives if c.axis == "fsdp") for plan in (often, once)]
+    # Before the first tick and after the last.
+    assert all(c.exposed_s == c.seconds for c in once.time.collectives if c.axis == "fsdp")
     # Forward lane, backward lane and its recomputation gather; both ways scatter float32.
     assert sent[0] == pytest.approx(32 * (3 * 2 + 4) / (2 + 4) * sent[1])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.config import Config, ConfigError, load_config
+from jaxpar.config.huggingface import read_model_settings
 from jaxpar.config.schema import MeshConfig, ModelConfig
 from jaxpar.plan.facts import gather_facts
 from jaxpar.plan.resolve import check, resolve
@@ -307,6 +308,17 @@ def test_run_rules_allow_the_edges(tmp_path):
     plan_of(1, f"checkpoint.resume={tmp_path}")
     for address in ("127.0.0.1:1", "node-7.cluster:65535", "[::1]:9876"):
         plan_of(1, "runtime.num_processes=2", f"runtime.coordinator={address}")
+
+
+def test_a_config_made_in_python_has_the_shapes_of_its_weights():
+    settings = read_model_settings(HF / "llama")
+    init_from = {"init_from": f"hf:{HF / 'llama'}"}
+    check(Config(model={**settings, **init_from}))
+    with pytest.raises(ConfigError) as error:
+        check(Config(model={**settings, **init_from, "embed_dim": 128, "num_layers": 7}))
+    found = {problem.key: problem.message for problem in error.value.problems}
+    assert found.keys() == {"model.embed_dim", "model.num_layers"}
+    assert found["model.num_layers"].endswith(f"has {settings['num_layers']}")
 
 
 def test_pretrained_directory_needs_weights(tmp_path):

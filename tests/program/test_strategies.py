@@ -110,3 +110,14 @@ def test_memory_is_what_each_strategy_keeps_whole():
 def test_strategy_of_a_config():
     strategy = build(parity_config({"fsdp": 2, "fsdp_strategy": "grads"}, precision={"reduce": "bfloat16"})).strategy
     assert (strategy.name, str(strategy.compute), str(strategy.reduce)) == ("grads", "float32", "bfloat16")
+
+
+def test_a_run_says_how_often_its_stages_gather():
+    mesh, train = {"pipeline": 2, "fsdp": 2}, {"microbatches": 2}
+    for gather, name, said in (
+        ("auto", "full", "once per microbatch (auto: the memory of these devices is not known)"),
+        ("per_step", "optimizer", "once per step (pipeline.gather)"),
+    ):
+        program = build(parity_config(mesh, train=train, pipeline={"gather": gather}))
+        assert program.strategy.name == name
+        assert f"stages gather weights {said}" in program.notes

@@ -135,7 +135,8 @@ def reuse_train_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         config = self.config
         unrelated = {"stop_at": None, "nonfinite": "stop", "max_skipped_steps": 0, "eval_every": 0, "eval_batches": 0}
         train = dataclasses.replace(config.train, **unrelated)
-        key = (train, config.model, config.precision, config.optim, config.data.seq_len, config.mesh, self.mesh)
+        layout = (config.mesh, config.pipeline, self.mesh)
+        key = (train, config.model, config.precision, config.optim, config.data.seq_len, *layout)
         if key not in _train_steps:
             _train_steps[key] = _Compiled(lower(self).compile())
         return _train_steps[key]

@@ -308,3 +308,15 @@ def test_steps_of_the_source_can_be_chosen(source, tmp_path, capsys):
     assert report["verified"]
     assert re.fullmatch(r".*/new/6", report["written"])
     assert report["step"] == 6
+
+
+def test_the_same_command_goes_on_with_the_step_that_it_began(source, tmp_path, capsys):
+    """The run has saved newer ones since."""
+    kill_at_half(plan_resharding(str(source), mesh=TARGET, step=6), tmp_path / "new")
+    command(request(source, tmp_path / "new", mesh="fsdp=4,tensor=2"))
+    said = capsys.readouterr()
+    assert json.loads(said.out)["step"] == 6
+    assert "goes on with step 6, whose copy was interrupted" in said.err
+    assert [path.name for path in (tmp_path / "new").iterdir() if path.is_dir()] == ["6"]
+    command(request(source, tmp_path / "new", mesh="fsdp=4,tensor=2", verify=False))
+    assert json.loads(capsys.readouterr().out)["step"] == STEP

@@ -31,7 +31,7 @@ from jaxpar.mesh import used_axes
 from jaxpar.plan.context import resolved_context_mode
 from jaxpar.plan.flops import training_flops_per_token
 from jaxpar.program import Program
-from jaxpar.sharding import CONTEXT_AXIS, GATHER_AXES, axes_of
+from jaxpar.sharding import CONTEXT_AXIS, GATHER_AXES, PIPELINE_AXIS, axes_of
 
 _HLO_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 _INDICES = {"s32", "u32", "pred", "s8", "u8"}
@@ -110,6 +110,7 @@ def _wire_lints(program: Program, report: ProgramReport, target: Target) -> list
         for op in ("all-gather", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
         for finding in unwanted_wire_dtypes(report, allowed=compute, op=op, min_bytes=_SMALL_BYTES)
         if not (_is_ring(finding.collective) and set(finding.collective.dtypes) <= reduce)
+        if not _is_placement(finding.collective)
     ]
     for op in ("reduce-scatter", "all-reduce"):
         wrong += unwanted_wire_dtypes(report, allowed=reduce, op=op, min_bytes=_SMALL_BYTES)
@@ -119,6 +120,11 @@ def _wire_lints(program: Program, report: ProgramReport, target: Target) -> list
 def _is_ring(found: Collective) -> bool:
     """Ring attention sums gradients of keys and values up as it passes them on: permutes that reduce."""
     return found.op == "collective-permute" and set(found.axes or ()) == {CONTEXT_AXIS}
+
+
+def _is_placement(found: Collective) -> bool:
+    """Master weights on their way to the stage that runs them, and gradients back, once per step."""
+    return found.op == "collective-permute" and set(found.axes or ()) == {PIPELINE_AXIS} and not found.in_loop
 
 
 def _product_lints(program: Program, report: ProgramReport) -> list[Finding]:
