@@ -3,6 +3,10 @@
 .PHONY: venv quickstart test proof lint lock
 .NOTPARALLEL:
 
+# Setup leaves compiling to the first import, so what compiles to must be kept, even where the environment says not to:
+# every process would otherwise compile all of JAX again.
+export PYTHONDONTWRITEBYTECODE =
+
 # What training needs.
 venv:
 	@scripts/setup.sh base

@@ -42,13 +42,14 @@ ORDER = (
     "reshard",
     "convert",
     "runtime",
+    "loop",
     "trainer",
     "experiments",
     "cli",
 )
 """Each part of the package may import only those before it, and itself."""
 
-SEES_EVENTS = ("events", "trainer", "experiments", "cli")
+SEES_EVENTS = ("events", "loop", "trainer", "experiments", "cli")
 """Everything else is handed a progress object: events are never imported sideways."""
 
 LAZY = ("jaxpar", "jaxpar.cli", "jaxpar.data", "jaxpar.schedule")

@@ -13,10 +13,11 @@ from jaxpar.audit import audit
 from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.config import Config, ConfigError, load_config
 from jaxpar.experiments.children import BAD_CONFIG, end_with_parent
+from jaxpar.loop import RunFailed
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
 from jaxpar.runtime.arrival import StartError
-from jaxpar.trainer import RunFailed, Trainer
+from jaxpar.trainer import Trainer
 
 
 def measure(config: Config, warmup: int) -> dict[str, object]:

@@ -10,11 +10,12 @@ from jaxpar.checkpoint.errors import CheckpointError
 from jaxpar.config import load_config
 from jaxpar.config.overrides import split_path
 from jaxpar.data.order import GlobalOrder
+from jaxpar.loop import Outcome, RunFailed
 from jaxpar.plan.resolve import check
 from jaxpar.runtime.arrival import StartError
 from jaxpar.runtime.interrupt import StopReason
 from jaxpar.runtime.lock import RunLock
-from jaxpar.trainer import Outcome, RunFailed, Trainer
+from jaxpar.trainer import Trainer
 from tests.cli.command import finish, start
 from tests.trainer.runs import BATCH, ROWS, STEPS, column, poison, rows_of
 

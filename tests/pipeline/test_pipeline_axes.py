@@ -42,6 +42,12 @@ FULL = {
         {},
         2,
     ),
+    "experts and gradients scattered once per step": (
+        {"pipeline": 2, "fsdp": 2, "tensor": 2},
+        SIGMOID_4,
+        {**INTERLEAVED, "gather": "per_step"},
+        4,
+    ),
 }
 SIXTEEN = {
     "fsdp, experts and tensor": ({"pipeline": 2, "fsdp": 2, "expert": 2, "tensor": 2}, SOFTMAX, {}, 2),

@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.config import PRESETS
+from jaxpar.config.schema import AXES
+from jaxpar.plan.catalogue import gpu_named
+from jaxpar.plan.evaluation import Task, evaluate
 from jaxpar.plan.layout import SAVED_WORK, Layout, mesh_layout, recompute_share
 from jaxpar.plan.memory import (
     BFLOAT16_STATE,
@@ -21,6 +24,8 @@ from jaxpar.plan.memory import (
     training_memory,
 )
 from jaxpar.plan.shape import shape_of
+from jaxpar.plan.topology import make_cluster
+from jaxpar.plan.variations import variations
 from jaxpar.schedule import build_schedule
 
 GIB = 2**30
@@ -139,6 +144,24 @@ def test_peak_of_a_pipeline_is_that_of_the_compiler(name):
     assert found.total_bytes / 1e9 == pytest.approx(peak_gb, rel=0.05)
 
 
+# (preset, mesh, rows and microbatches of a step, receive factor, peak GiB that the CUDA compiler reports), 8192 tokens.
+EXPERTS = [
+    ("mixtral-8x7b", {"fsdp": 8, "expert": 8}, (256, 2), 0.0, 42.75),
+    ("mixtral-8x7b", {"fsdp": 8, "expert": 8}, (256, 2), 1.5, 28.38),
+    ("qwen3-235b-a22b", {"data": 4, "fsdp": 8, "expert": 16}, (1024, 1), 0.0, 180.75),
+    ("qwen3-235b-a22b", {"data": 4, "fsdp": 16, "expert": 8}, (1024, 1), 1.5, 63.2),
+]
+
+
+@pytest.mark.parametrize(("preset", "axes", "batch", "factor", "peak_gib"), EXPERTS)
+def test_peak_of_experts_is_that_of_the_compiler(preset, axes, batch, factor, peak_gib):
+    mesh = dict.fromkeys(AXES, 1) | axes
+    settings = {"global_batch_size": batch[0], "microbatches": batch[1], "receive_factor": factor, "is_packed": True}
+    spread = mesh_layout(mesh, seq_len=8192, **settings)
+    found = training_memory(shape_of(PRESETS[preset].model), spread, device_bytes=0, memory_fraction=1)
+    assert found.total_bytes / GIB == pytest.approx(peak_gib, rel=0.03)
+
+
 sizes = st.sampled_from([1, 2, 4, 8])
 
 
@@ -214,3 +237,18 @@ def test_what_is_kept_costs_memory_and_saves_work(name):
     assert with_it.recompute < without.recompute
     assert (recompute_share("selective", ()), recompute_share("selective", tuple(SAVED_WORK))) == (1.0, 0.0)
     assert recompute_share("selective") == pytest.approx(0.5)
+
+
+def test_a_bounded_receive_buffer_is_a_remedy():
+    task = Task(
+        shape=MIXTRAL,
+        cluster=make_cluster(gpu_named("h100"), num_devices=64),
+        global_batch_size=256,
+        seq_len=8192,
+    )
+    mesh = dict.fromkeys(AXES, 1) | {"fsdp": 8, "expert": 8}
+    worst = mesh_layout(mesh, global_batch_size=256, seq_len=8192, microbatches=2)
+    changed = {variation.overrides: variation.evaluation for variation in variations(task, worst)}
+    bounded = changed["mesh.expert_receive_factor=1.5"]
+    assert bounded.layout.receive_factor == 1.5
+    assert bounded.memory.total_bytes < 0.8 * evaluate(task, worst).memory.total_bytes

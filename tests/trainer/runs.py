@@ -19,8 +19,9 @@ from jaxpar.checkpoint.paths import leaves_by_path, nested, path_string
 from jaxpar.checkpoint.store import Store
 from jaxpar.config import Config
 from jaxpar.data.synthetic import SyntheticRows
+from jaxpar.loop import Outcome
 from jaxpar.program import Program
-from jaxpar.trainer import Outcome, Trainer
+from jaxpar.trainer import Trainer
 from tests.parity.harness import parity_config
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -12,9 +12,9 @@ from jaxpar.checkpoint.paths import leaves_by_path, path_string
 from jaxpar.checkpoint.store import Store
 from jaxpar.checkpoint.unpad import leading_box
 from jaxpar.config.schema import MeshConfig
+from jaxpar.loop import ROUTER_METRICS, RunFailed
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
-from jaxpar.trainer import ROUTER_METRICS, RunFailed
 from tests.parity.test_experts import SIGMOID
 from tests.pipeline.test_pipeline_axes import SIGMOID_4
 from tests.trainer.runs import column, run, saved_arrays, tiny

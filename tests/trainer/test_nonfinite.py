@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpar.checkpoint.store import Store
-from jaxpar.trainer import RunFailed
+from jaxpar.loop import RunFailed
 from tests.trainer.runs import column, poison, rows_of, run, saved_arrays
 
 
