@@ -259,8 +259,9 @@ class TrainConfig:
     the MLP's wide products, most of the recomputation and of the memory."""
     attention: Literal["auto", "xla", "cudnn", "tokamax"] = "auto"
     """Attention kernel. auto: the fastest that can do the work, said in the log. cudnn: without packing. tokamax: also
-    packed (mosaic_gpu on Hopper and Blackwell, triton on other GPUs). xla: anywhere, with [S, S] scores in memory. One
-    that cannot do what is asked (CPU, type, head_dim, packing, an old GPU) is refused."""
+    packed (mosaic_gpu on Hopper and Blackwell, triton on other GPUs), and where mesh.context_mode gathers keys and
+    values. xla: anywhere, with [S, S] scores in memory. One that cannot do what is asked (CPU, type, head_dim, packing,
+    an old GPU, a ring) is refused."""
     dropout: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.0
     """Share of elements that training drops after the embedding and from what attention and MLP add to the residual
     stream, as GPT-2 does; not of attention probabilities, which fused kernels never hold. The mask depends on the seed,

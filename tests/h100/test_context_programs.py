@@ -62,7 +62,8 @@ def test_nothing_but_weights_is_gathered(ring):
         assert sum(found["bytes"] for found in gathers if found["loop"] == loop) == 2 * MATRICES
 
 
-def test_no_lint(ring):
+def test_memory_is_what_the_arithmetic_says_and_no_lint_fires(ring):
+    assert abs(ring["difference"]) <= 0.1, ring["difference"]
     assert ring["lints"] == []
 
 
@@ -76,4 +77,5 @@ def test_gathered_keys_and_values_are_for_a_fused_kernel():
     bytes_of = lambda op, loop: sum(row["bytes"] for row in loops if (row["op"], row["loop"]) == (op, loop))  # noqa: E731
     assert bytes_of("all-gather", "forward") == 2 * (MATRICES + keys_values)
     assert bytes_of("reduce-scatter", "backward") == 4 * (MATRICES + keys_values) / MEMBERS
+    assert abs(compiled["difference"]) <= 0.1, compiled["difference"]
     assert compiled["lints"] == []
