@@ -86,11 +86,6 @@ def local_params(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     return dense, shape.routed_params / (split * layout.expert)
 
 
-def _value_bytes(layout: Layout) -> int:
-    """Activations and gathered weights travel in the compute type; float8 recipes send bfloat16."""
-    return 4 if layout.precision == "float32" else 2
-
-
 def _hidden(seconds: float, under: float, constants: Constants) -> float:
     """What of a transfer delays the step when ``under`` seconds of computation run beside it."""
     return max(0.0, seconds - under) + constants.overlap_leak * min(seconds, under)
@@ -104,7 +99,7 @@ def _tensor(
         return
     # Experts behind an exchange take tokens as they lie: only attention gathers the sequence.
     halves = HALVES / 2 if shape.num_experts and layout.expert > 1 else HALVES
-    sent = layout.tokens * shape.embed_dim * _value_bytes(layout) * (tensor - 1) / tensor
+    sent = layout.tokens * shape.embed_dim * layout.value_bytes * (tensor - 1) / tensor
     passes = 2 + layout.recompute
     count = layout.microbatches * stage.blocks * halves * passes
     seconds = count * (sent / cluster.ring_bandwidth(1, tensor) + constants.latency_s)
@@ -131,7 +126,7 @@ def _context(
         return
     # Ring attention (arXiv 2310.01889): keys and values of every other device pass by, their gradients on the way back.
     width = shape.latent.latent_dim + shape.latent.rope_dim if shape.latent else 2 * shape.kv_width / layout.tensor
-    sent = layout.tokens * width * _value_bytes(layout)
+    sent = layout.tokens * width * layout.value_bytes
     inside = layout.tensor * context <= cluster.domain_size
     bandwidth = cluster.ring_bandwidth(layout.tensor, context) if inside else cluster.network_bandwidth
     if layout.context_mode == "allgather":
@@ -164,7 +159,7 @@ def _gathered_context(
     passes = layout.microbatches * stage.blocks
     for op, what, each, size in (
         ("all-gather", "keys and values", 2, sent),
-        ("reduce-scatter", "their gradients", 1, sent * 4 / _value_bytes(layout)),
+        ("reduce-scatter", "their gradients", 1, sent * 4 / layout.value_bytes),
     ):
         seconds = passes * each * size / bandwidth
         yield Collective(
@@ -188,7 +183,7 @@ def _expert(
         return
     # Dispatch and combination: every token goes to top_k devices, minus those that stay.
     tokens = layout.tokens / (layout.tensor if layout.sequence_parallel else 1)
-    sent = tokens * shape.top_k * shape.embed_dim * _value_bytes(layout) * (expert - 1) / expert
+    sent = tokens * shape.top_k * shape.embed_dim * layout.value_bytes * (expert - 1) / expert
     stride = layout.tensor * layout.context
     inside = min(1.0, max(1.0, cluster.domain_size / stride) / expert)
     # A token crosses the network once per node that it goes to, and is spread there over the fast link.
@@ -228,7 +223,7 @@ def _sharded_weights(
     one_byte = dense * share / bandwidth + experts * expert_share / expert_bandwidth
     # One ring per block: the first bytes pass every member before the last ones have arrived.
     ring_s = constants.hop_s * (shards - 1) * stage.blocks
-    gather, scatter = one_byte * _value_bytes(layout) + ring_s, one_byte * GRADIENT_BYTES + ring_s
+    gather, scatter = one_byte * layout.value_bytes + ring_s, one_byte * GRADIENT_BYTES + ring_s
     arrays = 7 * stage.blocks
 
     def row(op: str, what: str, times: float, nbytes: int, seconds: float, exposed: float) -> Collective:
@@ -252,7 +247,7 @@ def _sharded_weights(
         exposed = _hidden(both, stage.total_s, constants) / both if both else 0.0
         # Nothing runs yet beside the very first block's gather.
         first = gather / max(1.0, stage.blocks) / (gathers * m)
-        yield row("all-gather", "weights", gathers * m, _value_bytes(layout), gather, exposed * gather + first)
+        yield row("all-gather", "weights", gathers * m, layout.value_bytes, gather, exposed * gather + first)
         yield row("reduce-scatter", "gradients", m, GRADIENT_BYTES, scatter, exposed * scatter)
         return
     # Weights once per step, beside the forward pass; gradients per microbatch (grads) or once (optimizer).
@@ -262,7 +257,7 @@ def _sharded_weights(
     hidden = _hidden(scatter, beside_scatter * stage.backward_s, constants)
     yield row("reduce-scatter", "gradients", times, GRADIENT_BYTES, scatter, hidden)
     hidden = _hidden(gather, beside * stage.forward_s, constants)
-    yield row("all-gather", "weights", 1, _value_bytes(layout), gather, hidden)
+    yield row("all-gather", "weights", 1, layout.value_bytes, gather, hidden)
 
 
 def _replicas(
@@ -297,7 +292,7 @@ def _pipeline(shape: ModelShape, layout: Layout, cluster: Cluster, constants: Co
     if stages == 1:
         return
     sequence_shards = layout.tensor if layout.sequence_parallel else 1
-    sent = layout.tokens * shape.embed_dim * _value_bytes(layout) / sequence_shards
+    sent = layout.tokens * shape.embed_dim * layout.value_bytes / sequence_shards
     stride = layout.num_devices // stages
     is_inside = layout.num_devices <= cluster.domain_size
     bandwidth = cluster.link_bandwidth if is_inside else cluster.network_bandwidth

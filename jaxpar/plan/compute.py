@@ -87,7 +87,7 @@ def block_time(shape: ModelShape, layout: Layout, gpu: Gpu, share: float, consta
     sequence_shards = tensor if layout.sequence_parallel else 1
     values = constants.elementwise_embed * shape.embed_dim / sequence_shards
     values += constants.elementwise_mlp * mlp_values / tensor + routing
-    bytes_per_value = 4 if layout.precision == "float32" else 2
+    bytes_per_value = layout.value_bytes
     moved = bytes_per_value * tokens * values
     if layout.precision not in ("float32", "bfloat16"):
         moved *= constants.quantised_elementwise

@@ -121,7 +121,7 @@ class Layout:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of an activation, or of a gathered weight."""
+        """Bytes of an activation or a gathered weight, in the compute type; float8 recipes send bfloat16."""
         return 4 if self.precision == "float32" else 2
 
     @property

@@ -208,14 +208,14 @@ def _state(
     params = optimizer = 0.0
     grads = {"summed": 0.0, "blocks": 0.0, "tables": 0.0}
     for count, split, state, part in parts:
-        params += count * state.params / split
-        optimizer += count * state.optimizer / split
+        held = state_memory(count, split, "full", state)
+        params, optimizer = params + held[0], optimizer + held[2]
         # ZeRO-1 has gradients whole, in the compute type, and their float32 sum too. Else a stage's are of one chunk.
         is_whole = layout.strategy == "optimizer" and split > 1
         chunks = layout.chunks if part == "blocks" else 1
-        grads[part] += count * (layout.value_bytes if is_whole else state.grads / split / chunks)
+        grads[part] += count * layout.value_bytes if is_whole else held[1] / chunks
         if layout.microbatches > 1 or layout.pipeline > 1:
-            grads["summed"] += count * state.grads / (1 if is_whole else split)
+            grads["summed"] += count * state.grads if is_whole else held[1]
     return params, optimizer, Gradients(**grads)
 
 

@@ -1,6 +1,6 @@
 """What exists besides parameters and optimizer state at the three moments when a training step's memory can peak.
 
-Each array was found in the buffers that the CUDA compiler (JAX 0.12) assigns to the step of dense models; none is a
+Each array was found in the buffers that the CUDA compiler (JAX 0.12) assigns to steps, dense or with experts; none is a
 margin. Sizes are of one device. E embed, F MLP, Q query and K key width, T tokens of a microbatch.
 """
 

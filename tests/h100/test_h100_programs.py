@@ -30,7 +30,6 @@ EXPOSED = {
     # gathers and gradients of weights can come between, and a small block has few.
     # Options that hide it leave the once-per-step all-reduces over data and the head's reduce-scatter exposed instead.
     "8b hybrid 2x8": {("all-gather", "fsdp", "backward")},
-    "1b hybrid 2x8": {("all-gather", "fsdp", "backward")},
     "8b fsdp4 tensor2": {("reduce-scatter", "tensor", "backward")},
     "1b fsdp4 tensor2": {
         ("all-gather", "tensor", "forward"),

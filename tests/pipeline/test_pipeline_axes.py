@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.parity.test_experts import LIMITED, SIGMOID, SOFTMAX
-from tests.pipeline.test_pipeline_training import FOUR, GPT2, INTERLEAVED, TIED, check
+from tests.pipeline.test_pipeline_training import CASE, FOUR, GPT2, INTERLEAVED, TIED, check
 
 RING, ALLGATHER = {"context_mode": "ring"}, {"context_mode": "allgather"}
 BALANCED = {"layers_per_stage": "balanced"}
@@ -53,7 +53,6 @@ SIXTEEN = {
     "fsdp, experts and tensor": ({"pipeline": 2, "fsdp": 2, "expert": 2, "tensor": 2}, SOFTMAX, {}, 2),
     "experts, ring and tensor": ({"pipeline": 2, "expert": 2, "context": 2, "tensor": 2} | RING, SOFTMAX, {}, 2),
 }
-CASE = ("mesh", "model", "pipeline", "microbatches")
 
 
 @pytest.mark.parametrize(CASE, QUICK.values(), ids=QUICK)

@@ -77,6 +77,8 @@ FULL = {
     "gemma": ({"pipeline": 2, "tensor": 2}, {"family": "gemma", "num_layers": 4, "tie_embeddings": True}, {}, 2),
     "tied": ({"pipeline": 4, "tensor": 2}, TIED, {}, 4),
 }
+CASE = ("mesh", "model", "pipeline", "microbatches")
+"""Parameters of a test of one of these."""
 
 
 def config_of(mesh, model, pipeline, microbatches, compute="float32"):
@@ -90,15 +92,15 @@ def check(mesh, model, pipeline, microbatches):
     assert_same(train(build(config)), single_device(model_key(model), microbatches, "full", 4 * microbatches))
 
 
-@pytest.mark.parametrize("case", QUICK)
-def test_pipeline_equals_one_device(case):
-    check(*QUICK[case])
+@pytest.mark.parametrize(CASE, QUICK.values(), ids=QUICK)
+def test_pipeline_equals_one_device(mesh, model, pipeline, microbatches):
+    check(mesh, model, pipeline, microbatches)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("case", FULL)
-def test_every_pipeline_equals_one_device(case):
-    check(*FULL[case])
+@pytest.mark.parametrize(CASE, FULL.values(), ids=FULL)
+def test_every_pipeline_equals_one_device(mesh, model, pipeline, microbatches):
+    check(mesh, model, pipeline, microbatches)
 
 
 @jax.custom_vjp
