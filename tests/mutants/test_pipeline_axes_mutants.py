@@ -54,5 +54,5 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_breaks_parity(name, monkeypatch):
     monkeypatch.setattr(*FAULTS[name])
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check(*QUICK["experts and ring"])
