@@ -154,6 +154,6 @@ def test_the_embedding_is_scaled_in_the_compute_dtype():
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), program.abstract_params)
         decoder = program.bind({**params, "embedding": table})
         tokens = jnp.zeros((1, 2), jnp.int32)
-        embedded = jax.jit(decoder.embedded)(tokens, tokens)
+        embedded = jax.jit(decoder.embedded)(tokens, tokens, None)
     assert embedded.dtype == jnp.bfloat16
     assert (np.asarray(embedded, np.float32) == 6.9375).all()

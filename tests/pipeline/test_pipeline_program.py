@@ -118,7 +118,7 @@ def test_gradients_are_added_up_in_the_type_that_is_asked_for():
     mesh = make_mesh({"pipeline": 2}, jax.devices()[:2])
     functions = {
         "embed": lambda ends, side: ends * side,
-        "stage": lambda weights, x, side: (x * weights, 0.0),
+        "stage": lambda weights, x, side: (x * weights, 0.0, {}),
         "loss": lambda ends, y, side: (jnp.sum(y.astype(jnp.float32)), {}),
     }
     with jax.set_mesh(mesh):
