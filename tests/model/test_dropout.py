@@ -131,18 +131,31 @@ def test_every_way_to_train_drops_the_same(mesh, remat, microbatches, family):
     assert_alike(trained(mesh, remat, microbatches, **model), alone(**model))
 
 
+EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "top_k": 2, "expert_mlp_dim": 16, "num_layers": 2}
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("mesh", "pipeline"),
+    ("mesh", "model", "pipeline"),
     [
-        ({"pipeline": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({"pipeline": 2, "fsdp": 2, "tensor": 2}, {"num_layers": 4}, {}),
         (
             {"pipeline": 2, "fsdp": 2, "tensor": 2},
+            {"num_layers": 5},
             {"schedule": "interleaved", "chunks": 2, "layers_per_stage": [1, 2, 1, 1]},
         ),
+        ({"pipeline": 2, "data": 2, "context": 2}, {"num_layers": 4}, {}),
+        ({"pipeline": 2, "data": 2, "expert": 2}, EXPERTS, {}),
     ],
-    ids=("1f1b", "interleaved, uneven"),
+    ids=("1f1b", "interleaved, uneven", "context", "experts"),
 )
-def test_stages_drop_what_one_device_drops(mesh, pipeline):
-    model = {"num_layers": 5 if pipeline else 4}
-    assert_alike(trained(mesh, "full", 4, pipeline, **model), alone(**model))
+def test_stages_drop_what_one_device_drops(mesh, model, pipeline):
+    assert_alike(trained(mesh, "full", 2, pipeline, **model), alone(**model))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 2, "context": 2, "tensor": 2}], ids=str
+)
+def test_experts_get_what_one_device_leaves_them(mesh):
+    assert_alike(trained(mesh, "full", 1, **EXPERTS), alone(**EXPERTS))

@@ -14,6 +14,7 @@ MESHES = [
     {"fsdp": 2, "context": 4},
     {"context": 2, "tensor": 2, "fsdp": 2},
     {"data": 2, "context": 2, "tensor": 2},
+    {"data": 2, "fsdp": 2, "context": 2},
 ]
 KEY = model_key({})
 

@@ -17,6 +17,9 @@ FULL = [
     *(({"data": 2, "fsdp": 2, "tensor": 2}, strategy, BIASED, 4) for strategy in ("grads", "optimizer")),
     *(({"fsdp": 2, "expert": 2, "tensor": 2}, strategy, EXPERTS, 2) for strategy in ("grads", "optimizer")),
     *(({"fsdp": 2, "context": 2, "tensor": 2}, strategy, LEARNED, 2) for strategy in ("grads", "optimizer")),
+    *(({"data": 2, "fsdp": 2, "context": 2}, strategy, {}, 2) for strategy in ("grads", "optimizer")),
+    *(({"data": 2, "fsdp": 2, "expert": 2}, strategy, EXPERTS, 2) for strategy in ("grads", "optimizer")),
+    *(({"fsdp": 2, "expert": 2, "context": 2}, strategy, EXPERTS, 2) for strategy in ("grads", "optimizer")),
 ]
 
 
