@@ -102,6 +102,19 @@ def saved_arrays(run_dir: Path, step: int, *, is_run: bool = True) -> dict[str, 
     }
 
 
+def assert_same_run(moved: Path, stayed: Path) -> None:
+    """Two runs of ``STEPS`` steps took the same rows, and agree in losses, norms and what they saved last."""
+    rows, expected = rows_of(moved / "metrics.jsonl"), rows_of(stayed / "metrics.jsonl")
+    for name in ("step", "ids", "lr", "tokens"):
+        assert column(rows, name) == column(expected, name)
+    for name in ("loss", "grad_norm", "cross_entropy"):
+        np.testing.assert_allclose(column(rows, name), column(expected, name), rtol=1e-5, err_msg=name)
+    arrays, reference = saved_arrays(moved, STEPS), saved_arrays(stayed, STEPS)
+    assert arrays.keys() == reference.keys()
+    for name, values in reference.items():
+        assert np.abs(arrays[name] - values).max() <= 2e-5 * max(np.abs(values).max(), 1e-6), name
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, records: set[int]) -> None:
     """Gives the first token of some records a weight so large that the loss overflows."""
     read = SyntheticRows.__getitem__

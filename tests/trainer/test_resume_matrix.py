@@ -20,7 +20,7 @@ from jaxpar.config.schema import MeshConfig
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
 from tests.cli.command import ended, finish, start
-from tests.trainer.runs import MESH, STEPS, column, rows_of, saved_arrays, tiny
+from tests.trainer.runs import MESH, STEPS, assert_same_run, saved_arrays, tiny
 
 MESHES = (
     {},
@@ -157,13 +157,4 @@ def test_a_run_that_moves_twice_is_the_run_that_stayed_on_one_device(legs, on_on
     directory = tmp_path / "run"
     for mesh, stop_at in zip(LEGS[legs], (4, 8, None), strict=True):
         leg(directory, mesh, tmp_path, stop_at=stop_at)
-    rows, expected = rows_of(directory / "metrics.jsonl"), rows_of(on_one_device / "metrics.jsonl")
-    for name in ("step", "ids", "lr", "tokens"):
-        assert column(rows, name) == column(expected, name)
-    for name in ("loss", "grad_norm", "cross_entropy"):
-        np.testing.assert_allclose(column(rows, name), column(expected, name), rtol=1e-5, err_msg=name)
-    arrays, reference = saved_arrays(directory, STEPS), saved_arrays(on_one_device, STEPS)
-    assert arrays.keys() == reference.keys()
-    for name, values in reference.items():
-        scale = max(np.abs(values).max(), 1e-6)
-        assert np.abs(arrays[name] - values).max() <= 2e-5 * scale, name
+    assert_same_run(directory, on_one_device)

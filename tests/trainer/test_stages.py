@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from jaxpar.config.schema import MeshConfig
 from jaxpar.plan.resolve import resolve
 from jaxpar.program import Program
 from jaxpar.trainer import Trainer
-from tests.trainer.runs import STEPS, column, rows_of, saved_arrays, tiny
+from tests.trainer.runs import STEPS, assert_same_run, saved_arrays, tiny
 from tests.trainer.test_resume_matrix import assert_restored_bit_by_bit
 
 pytestmark = pytest.mark.proof
@@ -52,15 +51,7 @@ def moved(tmp_path_factory) -> Path:
 
 def test_losses_and_parameters_are_those_of_the_run_that_stayed(moved, tmp_path):
     Trainer(config_of("none", tmp_path)).run()
-    rows, expected = rows_of(moved / "metrics.jsonl"), rows_of(tmp_path / "metrics.jsonl")
-    for name in ("step", "ids", "lr", "tokens"):
-        assert column(rows, name) == column(expected, name)
-    for name in ("loss", "grad_norm", "cross_entropy"):
-        np.testing.assert_allclose(column(rows, name), column(expected, name), rtol=1e-5, err_msg=name)
-    arrays, reference = saved_arrays(moved, STEPS), saved_arrays(tmp_path, STEPS)
-    assert arrays.keys() == reference.keys()
-    for name, values in reference.items():
-        assert np.abs(arrays[name] - values).max() <= 2e-5 * max(np.abs(values).max(), 1e-6), name
+    assert_same_run(moved, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
