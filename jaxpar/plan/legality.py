@@ -32,16 +32,12 @@ def mesh_objection(shape: ModelShape, mesh: Mapping[str, int], seq_len: int) -> 
             f"embed_dim {shape.embed_dim} does not divide by fsdp x expert x context = {embed_shards}",
         ),
         (seq_len, split, f"{seq_len} tokens do not divide into {split} parts (tensor {tensor}, context {context})"),
-        (
-            shape.num_layers,
-            mesh["pipeline"],
-            f"{shape.num_layers} layers do not divide by {mesh['pipeline']} stages "
-            f"(remainder {shape.num_layers % mesh['pipeline']})",
-        ),
     )
     for size, shards, objection in divisions:
         if size % shards:
             return objection
+    if shape.num_layers < mesh["pipeline"]:
+        return f"{shape.num_layers} layers are fewer than {mesh['pipeline']} stages"
     if shape.dense_layers and shape.mlp_dim % tensor:
         return f"mlp_dim {shape.mlp_dim} does not divide by tensor {tensor}"
     if not shape.num_experts:
@@ -65,14 +61,16 @@ def batch_objection(mesh: Mapping[str, int], global_batch_size: int, microbatche
 
 
 def schedule_objection(
-    shape: ModelShape, mesh: Mapping[str, int], schedule: str, chunks: int, microbatches: int
+    shape: ModelShape, mesh: Mapping[str, int], schedule: str, chunks: int, microbatches: int, places: int = 0
 ) -> str | None:
-    """Why the pipeline schedule cannot run, or None."""
+    """Why the pipeline schedule cannot run, or None; with ``places`` stages need not have the same number of layers."""
     stages = mesh["pipeline"]
     has_chunks = schedule in CHUNKED_KINDS and stages > 1
     if has_chunks != (chunks > 1):
         return f"the schedules {' and '.join(CHUNKED_KINDS)}, and only they, have 2 chunks or more per stage"
-    if shape.num_layers % (stages * chunks):
+    if shape.num_layers < stages * chunks:
+        return f"{shape.num_layers} layers are fewer than {stages} stages x {chunks} chunks"
+    if shape.num_layers % (stages * chunks) and not places:
         return f"{shape.num_layers} layers do not divide by {stages} stages x {chunks} chunks"
     if microbatches < stages and schedule != "gpipe":
         return f"{microbatches} microbatches do not fill {stages} stages"

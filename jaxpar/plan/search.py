@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxpar.plan.evaluation import SAFE_MARGIN, Evaluation, Task, evaluate, memory_of, trains_today
-from jaxpar.plan.layout import Layout, Strategy, mesh_layout, strategy_overrides
+from jaxpar.plan.layout import Layout, Strategy, balanced_places, mesh_layout, strategy_overrides
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
 from jaxpar.plan.memory import GIB, Memory
 
@@ -146,8 +146,10 @@ def _fitting(task: Task, mesh: dict[str, int], **settings: object) -> Iterator[t
     rows = task.global_batch_size // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
     most = rows if mesh["pipeline"] == 1 else MAX_MICROBATCHES_PER_STAGE * mesh["pipeline"]
     limit = (1 - SAFE_MARGIN) * task.cluster.gpu.memory_bytes
+    schedule, chunks = settings["schedule"], settings["chunks"]
+    places = balanced_places(task.shape.num_layers, mesh["pipeline"], chunks)
     for microbatches in _divisors(rows, most):
-        if schedule_objection(task.shape, mesh, settings["schedule"], settings["chunks"], microbatches):
+        if schedule_objection(task.shape, mesh, schedule, chunks, microbatches, places):
             continue
         layout = mesh_layout(
             mesh,
@@ -155,6 +157,7 @@ def _fitting(task: Task, mesh: dict[str, int], **settings: object) -> Iterator[t
             seq_len=task.seq_len,
             microbatches=microbatches,
             precision=task.precision,
+            places=places,
             receive_factor=task.receive_factor,
             is_packed=task.is_packed,
             **settings,
@@ -168,8 +171,10 @@ def _schedules(task: Task, pipeline: int) -> list[tuple[str, int]]:
     """(schedule, chunks); gpipe is idle as long as 1f1b, and keeps more."""
     if pipeline == 1:
         return [("1f1b", 1)]
-    per_stage = task.shape.num_layers // pipeline
-    return [("1f1b", 1)] + [("interleaved", chunks) for chunks in _divisors(per_stage, MAX_CHUNKS) if chunks > 1]
+    num_layers = task.shape.num_layers
+    most = min(MAX_CHUNKS, num_layers // pipeline)
+    largest_stage = -(-num_layers // pipeline)
+    return [("1f1b", 1)] + [("interleaved", chunks) for chunks in _divisors(largest_stage, most) if chunks > 1]
 
 
 def _divisors(size: int, most: int) -> list[int]:
@@ -196,6 +201,7 @@ def layout_words(layout: Layout) -> str:
     words = [mesh_words(layout.mesh), f"{layout.microbatches} microbatches", f"remat {layout.remat}"]
     if layout.pipeline > 1:
         words.append(layout.schedule + (f" x {layout.chunks}" if layout.chunks > 1 else ""))
+        words += ["balanced stages"] if layout.places else []
     if layout.strategy in ("optimizer", "grads"):
         words.append(f"fsdp_strategy {layout.strategy}")
     return ", ".join(words)
@@ -208,6 +214,7 @@ def layout_overrides(layout: Layout) -> str:
     settings += strategy_overrides(layout)
     if layout.pipeline > 1:
         settings += [f"pipeline.schedule={layout.schedule}", f"pipeline.chunks={layout.chunks}"]
+        settings.append(f"pipeline.layers_per_stage={'balanced' if layout.places else 'even'}")
     return " ".join(settings)
 
 
@@ -332,6 +339,7 @@ def _smallest(task: Task, mesh: dict[str, int]) -> Evaluation | None:
         seq_len=task.seq_len,
         microbatches=rows,
         remat="full",
+        places=balanced_places(task.shape.num_layers, mesh["pipeline"], 1),
         precision=task.precision,
         receive_factor=task.receive_factor,
         is_packed=task.is_packed,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxpar.plan.evaluation import Evaluation, Task, evaluate
-from jaxpar.plan.layout import Layout, mesh_layout, strategy_overrides
+from jaxpar.plan.layout import Layout, balanced_places, mesh_layout, strategy_overrides
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
 
 RECEIVE_FACTOR = 1.5
@@ -30,7 +30,7 @@ def is_legal(task: Task, layout: Layout) -> bool:
     return not (
         mesh_objection(task.shape, mesh, task.seq_len)
         or batch_objection(mesh, task.global_batch_size, layout.microbatches)
-        or schedule_objection(task.shape, mesh, layout.schedule, layout.chunks, layout.microbatches)
+        or schedule_objection(task.shape, mesh, layout.schedule, layout.chunks, layout.microbatches, layout.places)
     )
 
 
@@ -50,6 +50,11 @@ def with_changes(task: Task, layout: Layout, mesh: Mapping[str, int] | None = No
     }
     if mesh["pipeline"] > 1:
         settings["remat"] = "full"  # the only one that a stage has
+    stages = (mesh["pipeline"], settings["chunks"])
+    if stages == (layout.pipeline, layout.chunks):
+        settings["places"] = layout.places
+    elif layout.places:
+        settings["places"] = balanced_places(task.shape.num_layers, *stages)
     if batch_objection(mesh, task.global_batch_size, settings["microbatches"]):
         return None
     changed = mesh_layout(
