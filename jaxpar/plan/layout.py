@@ -235,10 +235,8 @@ def layout_of(facts: Facts) -> Layout:
 
 def balanced_places(num_layers: int, num_stages: int, num_chunks: int) -> int:
     """``places`` of layers that are shared out as evenly as they can be; 0 where all stages have the same number."""
-    if num_layers % (num_stages * num_chunks) == 0:
-        return 0
-    counts = layer_counts(num_layers, num_stages=num_stages, num_chunks=num_chunks, layers_per_stage="balanced")
-    return max(counts) * num_chunks
+    per_chunk, rest = divmod(num_layers, num_stages * num_chunks)
+    return (per_chunk + 1) * num_chunks if rest else 0
 
 
 def _places(facts: Facts) -> int:

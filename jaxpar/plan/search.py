@@ -249,7 +249,8 @@ def slower_because(winner: Evaluation, other: Evaluation) -> str:
     worth = 0.005 * winner.time.step_s
     largest = sorted(differences.items(), key=lambda item: -abs(item[1]))
     said = [f"{name} {seconds * 1e3:+,.0f} ms" for name, seconds in largest if abs(seconds) > worth][:4]
-    return f"{share:.1%} slower" + (f" ({', '.join(said)})" if said else ", within what the arithmetic can tell")
+    how = "slower" if share >= 0 else "faster, with more axes"
+    return f"{abs(share):.1%} {how}" + (f" ({', '.join(said)})" if said else ", within what the arithmetic can tell")
 
 
 def _parts(evaluation: Evaluation) -> dict[str, float]:

@@ -5,18 +5,21 @@ import math
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpar.config import PRESETS, load_config
 from jaxpar.plan.catalogue import gpu_named
 from jaxpar.plan.evaluation import SAFE_MARGIN, Task, evaluate
 from jaxpar.plan.facts import gather_facts
-from jaxpar.plan.layout import layout_of, mesh_layout
+from jaxpar.plan.layout import balanced_places, layout_of, mesh_layout
 from jaxpar.plan.legality import batch_objection, mesh_objection
 from jaxpar.plan.rules import LAYOUT_RULES, find_problems
 from jaxpar.plan.search import SIMPLER, famous_layouts, layout_overrides, legal_meshes, search
 from jaxpar.plan.shape import shape_of
 from jaxpar.plan.topology import make_cluster
-from jaxpar.plan.variations import is_legal
+from jaxpar.plan.variations import is_legal, variations
+from jaxpar.schedule.counts import layer_counts
 
 ONE = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
 
@@ -103,6 +106,28 @@ def test_16384_gpus_take_seconds():
     reasons = {rejection.name: rejection.reason for rejection in result.rejected}
     assert "slower" in reasons["Llama 3 405B's"]
     assert "rows do not divide" in reasons["plain FSDP"]
+
+
+@given(st.integers(1, 130), st.sampled_from([2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8]))
+def test_balanced_places_are_those_of_the_largest_stage(num_layers, num_stages, num_chunks):
+    places = balanced_places(num_layers, num_stages, num_chunks)
+    if num_layers % (num_stages * num_chunks) == 0:
+        assert places == 0
+    elif num_layers > num_stages * num_chunks:
+        sizes = {"num_stages": num_stages, "num_chunks": num_chunks, "layers_per_stage": "balanced"}
+        assert places == max(layer_counts(num_layers, **sizes)) * num_chunks
+
+
+def test_neighbours_of_balanced_stages_are_legal():
+    task = task_of("llama-3.1-405b", 16384, 2048)
+    mesh = ONE | {"pipeline": 8, "data": 32, "fsdp": 8, "tensor": 8}
+    places = balanced_places(126, 8, 8)
+    settings = {"microbatches": 8, "schedule": "interleaved", "chunks": 8, "places": places}
+    layout = mesh_layout(mesh, global_batch_size=2048, seq_len=8192, **settings)
+    found = {variation.name: variation.evaluation.layout for variation in variations(task, layout)}
+    assert found["no pipeline"].places == 0
+    assert found["shard over all of data"].places == places
+    assert "pipeline 16" not in found  # fewer layers than 16 x 8 chunks
 
 
 def test_layers_that_stages_do_not_divide_are_balanced():
