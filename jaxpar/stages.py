@@ -120,7 +120,7 @@ class StagedDecoder:
             numbers, present = weights.pop(_NUMBERS), weights.pop(_PRESENT, None)
             decoder = bind({LAYERS: weights})
             info = decoder.sequence_info(side["positions"], side["segment_ids"])
-            y, routing = decoder.run_layers(x, info, side.get(KEYS), numbers, present)
+            y, routing = decoder.run_layers(decoder.layers, x, info, side.get(KEYS), numbers, present)
             router_loss, sums = router_losses(decoder.model, routing, side["weights"]) if routing else (0.0, {})
             return y, router_loss, sums
 

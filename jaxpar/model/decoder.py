@@ -282,36 +282,15 @@ class Decoder(nnx.Module):
         """
         info = self.sequence_info(positions_bs, segment_ids_bs)
         x_bsd = self.embedded(tokens_bs, positions_bs, keys_bs)
-        keys_bs = None if keys_bs is None else split_sequence(keys_bs)
         num_dense = 0
         if hasattr(self, "dense_layers"):
             num_dense = self.model.first_dense_layers
-            x_bsd, _ = self._run(self.dense_layers, x_bsd, info, keys_bs, jnp.arange(num_dense))
+            x_bsd, _ = self.run_layers(self.dense_layers, x_bsd, info, keys_bs, jnp.arange(num_dense))
         numbers_l = jnp.arange(num_dense, self.model.num_layers)
-        x_bsd, routing = self._run(self.layers, x_bsd, info, keys_bs, numbers_l)
+        x_bsd, routing = self.run_layers(self.layers, x_bsd, info, keys_bs, numbers_l)
         return self.finish(x_bsd), routing
 
     def run_layers(
-        self,
-        x_bsd: jax.Array,
-        info: SequenceInfo,
-        keys_bs: jax.Array | None,
-        numbers_l: jax.Array,
-        present_l: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing]:
-        """The blocks of ``layers`` in turn: [B, S, D] -> [B, S, D], and their routing. Reads nothing else.
-
-        Args:
-            x_bsd: as between blocks.
-            info: of the rows.
-            keys_bs: as in ``hidden_and_routing``.
-            numbers_l: int32 [L], number of each block in the model.
-            present_l: bool [L]; where it is False there is no block, and whatever lies there adds nothing to either.
-        """
-        keys_bs = None if keys_bs is None else split_sequence(keys_bs)
-        return self._run(self.layers, x_bsd, info, keys_bs, numbers_l, present_l)
-
-    def _run(
         self,
         blocks: Block,
         x_bsd: jax.Array,
@@ -320,8 +299,18 @@ class Decoder(nnx.Module):
         numbers_l: jax.Array,
         present_l: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
-        """All blocks of a stack in turn; ``keys_bs`` are split like the sequence."""
+        """Stacked blocks in turn: [B, S, D] -> [B, S, D], and their routing. Reads no parameters but theirs.
+
+        Args:
+            blocks: ``layers``, or ``dense_layers``.
+            x_bsd: as between blocks.
+            info: of the rows.
+            keys_bs: as in ``hidden_and_routing``.
+            numbers_l: int32 [L], number of each block in the model.
+            present_l: bool [L]; where it is False there is no block, and whatever lies there adds nothing to either.
+        """
         graph, weights = nnx.split(blocks)
+        keys_bs = None if keys_bs is None else split_sequence(keys_bs)
 
         # Closed over, not carried: what a scan carries is kept for the backward pass once per layer.
         def layer(x: jax.Array, inputs: tuple[nnx.State, jax.Array | None, jax.Array]) -> tuple[jax.Array, Routing]:
@@ -333,8 +322,7 @@ class Decoder(nnx.Module):
                 routing = {name: jnp.where(present, value, 0) for name, value in routing.items()}
             return y, routing
 
-        x_bsd, routing = jax.lax.scan(self.numerics.remat.wrap(layer), x_bsd, (weights, present_l, numbers_l))
-        return x_bsd, routing
+        return jax.lax.scan(self.numerics.remat.wrap(layer), x_bsd, (weights, present_l, numbers_l))
 
     def finish(self, x_bsd: jax.Array) -> jax.Array:
         """The final norm of what leaves the last block."""

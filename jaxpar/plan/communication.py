@@ -20,7 +20,7 @@ HALVES = 4
 backward pass has as many. Source: arXiv 2205.05198, figure 5."""
 
 GRADIENT_BYTES = 4
-"""Gradients are reduced in float32."""
+"""Gradients are reduced in float32, unless ``precision.reduce`` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from jaxpar.plan.catalogue import find_gpu
 from jaxpar.plan.efficiency import CONSTANTS, Constants
 from jaxpar.plan.facts import Facts
-from jaxpar.plan.layout import Layout, Precision, Strategy, layout_of
+from jaxpar.plan.layout import Layout, Precision, Strategy, layout_of, mesh_layout
 from jaxpar.plan.memory import FLOAT32_STATE, GIB, Memory, StateBytes, training_memory
 from jaxpar.plan.optimizer_memory import state_bytes
 from jaxpar.plan.shape import ModelShape, shape_of
@@ -35,6 +36,17 @@ class Task:
     """``mesh.expert_receive_factor`` of layouts that are tried."""
     is_packed: bool = False
     constants: Constants = CONSTANTS
+
+    def layout(self, mesh: Mapping[str, int], **settings: object) -> Layout:
+        """A way to do it on a mesh that the batch divides by; ``settings`` as in ``mesh_layout``."""
+        return mesh_layout(
+            mesh,
+            global_batch_size=self.global_batch_size,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            is_packed=self.is_packed,
+            **{"receive_factor": self.receive_factor, **settings},
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxpar.plan.communication import GRADIENT_BYTES
 from jaxpar.plan.context import SCORE_BYTES
 from jaxpar.plan.experts import receive_bound
 from jaxpar.plan.layout import Layout
 from jaxpar.plan.shape import ModelShape
-
-REDUCE_BYTES = 4
-"""Gradients are reduce-scattered in float32 unless ``precision.reduce`` says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ def _at_largest(shape: ModelShape, layout: Layout) -> float:
     tokens, tensor, value = layout.tokens, layout.tensor, layout.value_bytes
     split = 3 * shape.mlp_dim + shape.heads_width + shape.kv_width
     largest, whole = _largest_matrix(shape, layout), block_params(shape, layout)
-    converted = REDUCE_BYTES * largest if value != REDUCE_BYTES else 0.0
+    converted = GRADIENT_BYTES * largest if value != GRADIENT_BYTES else 0.0
     return value * (tokens * (split / tensor + 3 * shape.embed_dim) + 2 * largest - whole) + converted
 
 
@@ -107,7 +105,7 @@ def _at_experts(shape: ModelShape, layout: Layout) -> float:
 
 def _before(shape: ModelShape, layout: Layout) -> float:
     """Pipelined reduce-scatters leave the gradients of the block before whole until this one is under way."""
-    return REDUCE_BYTES * block_params(shape, layout) if _has_pipelined_scatters(layout) else 0.0
+    return GRADIENT_BYTES * block_params(shape, layout) if _has_pipelined_scatters(layout) else 0.0
 
 
 def received_rows(shape: ModelShape, layout: Layout) -> float:
@@ -131,7 +129,7 @@ def _at_split_attention(shape: ModelShape, layout: Layout) -> float:
     whole = block_params(shape, layout)
     waiting = whole if _has_pipelined_scatters(layout) else whole - shape.attention_params / tensor
     arrays = tokens * ((queries + keys) / tensor + 3 * value * shape.embed_dim)
-    return arrays + (2 + 3 * value / 4) * scores + REDUCE_BYTES * waiting
+    return arrays + (2 + 3 * value / 4) * scores + GRADIENT_BYTES * waiting
 
 
 def head_moment(shape: ModelShape, layout: Layout, grads: Gradients, kept: float, chunk: float) -> Moment:
@@ -177,7 +175,7 @@ def last_moment(shape: ModelShape, layout: Layout, grads: Gradients) -> Moment:
     return Moment(
         name="the end of the backward pass",
         grads=grads.summed + grads.blocks + grads.tables,
-        gathered=waiting + (table * (REDUCE_BYTES + layout.value_bytes) if is_whole else 0.0),
+        gathered=waiting + (table * (GRADIENT_BYTES + layout.value_bytes) if is_whole else 0.0),
     )
 
 
@@ -204,7 +202,7 @@ def _has_pipelined_scatters(layout: Layout) -> bool:
 
 def _head_gradient(shape: ModelShape, layout: Layout) -> float:
     """The whole head's: the compiler hides its reduce-scatter behind the end of the backward pass."""
-    per_param = layout.value_bytes if layout.strategy == "optimizer" else REDUCE_BYTES
+    per_param = layout.value_bytes if layout.strategy == "optimizer" else GRADIENT_BYTES
     return per_param * shape.padded_vocab_size * shape.embed_dim / layout.vocab_shards
 
 

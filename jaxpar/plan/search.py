@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from jaxpar.plan.evaluation import SAFE_MARGIN, Evaluation, Task, evaluate, memory_of, trains_today
-from jaxpar.plan.layout import Layout, Strategy, balanced_places, mesh_layout, strategy_overrides
+from jaxpar.plan.layout import Layout, Strategy, balanced_places, strategy_overrides
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
 from jaxpar.plan.memory import GIB, Memory
 
@@ -151,17 +151,7 @@ def _fitting(task: Task, mesh: dict[str, int], **settings: object) -> Iterator[t
     for microbatches in _divisors(rows, most):
         if schedule_objection(task.shape, mesh, schedule, chunks, microbatches, places):
             continue
-        layout = mesh_layout(
-            mesh,
-            global_batch_size=task.global_batch_size,
-            seq_len=task.seq_len,
-            microbatches=microbatches,
-            precision=task.precision,
-            places=places,
-            receive_factor=task.receive_factor,
-            is_packed=task.is_packed,
-            **settings,
-        )
+        layout = task.layout(mesh, microbatches=microbatches, places=places, **settings)
         memory = memory_of(task, layout)
         if memory.total_bytes <= limit:
             yield layout, memory
@@ -334,15 +324,5 @@ def _smallest(task: Task, mesh: dict[str, int]) -> Evaluation | None:
     rows = task.global_batch_size // (mesh["data"] * mesh["fsdp"] * mesh["expert"])
     if rows < mesh["pipeline"]:
         return None
-    layout = mesh_layout(
-        mesh,
-        global_batch_size=task.global_batch_size,
-        seq_len=task.seq_len,
-        microbatches=rows,
-        remat="full",
-        places=balanced_places(task.shape.num_layers, mesh["pipeline"], 1),
-        precision=task.precision,
-        receive_factor=task.receive_factor,
-        is_packed=task.is_packed,
-    )
-    return evaluate(task, layout)
+    places = balanced_places(task.shape.num_layers, mesh["pipeline"], 1)
+    return evaluate(task, task.layout(mesh, microbatches=rows, remat="full", places=places))

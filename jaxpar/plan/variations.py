@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxpar.plan.evaluation import Evaluation, Task, evaluate
-from jaxpar.plan.layout import Layout, balanced_places, mesh_layout, strategy_overrides
+from jaxpar.plan.layout import Layout, balanced_places, strategy_overrides
 from jaxpar.plan.legality import batch_objection, mesh_objection, schedule_objection
 
 RECEIVE_FACTOR = 1.5
@@ -57,14 +57,7 @@ def with_changes(task: Task, layout: Layout, mesh: Mapping[str, int] | None = No
         settings["places"] = balanced_places(task.shape.num_layers, *stages)
     if batch_objection(mesh, task.global_batch_size, settings["microbatches"]):
         return None
-    changed = mesh_layout(
-        mesh,
-        global_batch_size=task.global_batch_size,
-        seq_len=task.seq_len,
-        precision=task.precision,
-        is_packed=task.is_packed,
-        **settings,
-    )
+    changed = task.layout(mesh, **settings)
     return changed if is_legal(task, changed) else None
 
 
